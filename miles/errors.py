@@ -39,6 +39,10 @@ class RewardError(MilesError):
     """A reward function raised, timed out, or returned something that is not one number or None per completion."""
 
 
+class EpisodeError(MilesError):
+    """An environment's own code raised, timed out, or answered with something that is no message."""
+
+
 class EngineError(MilesError):
     """The engine could not produce a whole completion."""
 

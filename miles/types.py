@@ -174,23 +174,26 @@ class StepTable:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: R rows of L tokens each, flattened to T = R * L, padded at the end of each row.
+    """One micro-batch: R rows of L tokens that the model reads, padded at the end of each row, then tokens that are labels
+    only; T = R * L + labels.
 
     A row is a forest of prefix trees. Token q sees token k when both stand in one row, k's node is q's node or an
-    ancestor of it, and position k <= position q. A prompt shared by n completions is stored once.
-    Example, prompt [5 6], completions [7 8] and [9]: token_ids 5 6 7 8 9, position_ids 0 1 2 3 2,
-    node_ids 0 0 1 1 2, parents -1 0 0, source -1 0 1 2 1, loss_mask F F T T T.
+    ancestor of it, and position k <= position q. A prefix shared by n sequences is stored once, whether prompt or sampled.
+    A trained token that the model need not read (nothing is predicted from it, or another token of the row stands for
+    it) is a label only. Example, prompt [5 6], completions [7 8] and [9], L = 3: token_ids 5 6 7 8 9,
+    position_ids 0 1 2 3 2, node_ids 0 0 0 -1 -1, parents -1, source -1 0 1 2 1, loss_mask F F T T T.
     """
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, place of the token in its own sequence
-    node_ids: Tensor  # [T] int64, -1 on padding
-    parents: Tensor  # [K] int64, parent node or -1
+    node_ids: Tensor  # [T] int64, -1 on padding and on labels
+    parents: Tensor  # [K] int64, parent node or -1; a parent comes before its children
     source: Tensor  # [T] int64, index in T of the token before this one in its sequence; -1 where there is none
     loss_mask: Tensor  # [T] bool, True on tokens of the step's table
     slots: Tensor  # [T] int64, index of the token in the step's table; -1 where loss_mask is False
     sample_ids: Tensor  # [T] int64, index in the step's samples; -1 where loss_mask is False
     rows: int  # R
+    width: int | None = None  # L; None: T / R, no token is a label only
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,7 @@ class Signal:
     credit: Tensor  # [S] float32
     old_logprobs: Tensor | None = None  # [N] float32; None: the update's own forward, detached
     ref_logprobs: Tensor | None = None  # [N] float32, under the frozen reference
+    correction_weights: Tensor | None = None  # [N] float32, old/behavior truncated or masked; None: 1, or the update's own
     values: Tensor | None = None  # [N] float32, the critic's at the start of the step
     returns: Tensor | None = None  # [N] float32, the critic's targets
     ref_values: Tensor | None = None  # [N] float32

@@ -14,12 +14,15 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Frozen, and a key that does not exist is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class Model(Section):
@@ -39,7 +42,7 @@ class Data(Section):
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     system_prompt: str | None = None
-    """Put before each prompt as a system message. None: nothing is put before it."""
+    """Put before each prompt as a system message. None: the task's own, where it has one."""
     chat_template: bool = True
     """Render text prompts as one user message through the model's chat template, where it has one. Message lists always are."""
     shuffle: bool = True
@@ -143,15 +146,15 @@ class Algorithm(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound c of the dual clip, min(., -c * A) for A < 0. None: off."""
     ratio_cap: PositiveFloat | None = None
-    """Cap of the detached weight in cispo and dppo. None: as the row says."""
+    """Cap of the detached weight in cispo, dppo and the reinforce rows. None: as the row says."""
     mask_threshold: PositiveFloat | None = None
     """dppo keeps a token while its probability moved by at most this. None: as the row says."""
     beta: NonNegativeFloat | None = None
     """Strength of the KL to the reference. None: as the row says."""
     kl_place: Literal["loss", "reward"] | None = None
     """Where the KL acts. None: as the row says."""
-    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] | None = None
-    """Estimator of the KL loss: k2 has the reverse KL's gradient, k3 the forward KL's, k3_weighted the reverse KL's; in the reward it is always k1. None: as the row says."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted", "k3_k2"] | None = None
+    """Estimator of the KL loss: k2 has the reverse KL's gradient, k3 the forward KL's, k3_weighted the reverse KL's, k3_k2 the value of k3 and the gradient of k2; in the reward it is always k1. None: as the row says."""
     kl_target: PositiveFloat | None = None
     """Adapt beta towards this mean KL: beta *= 1 + clip(KL/target - 1, -0.2, 0.2) * n / kl_horizon. None: beta is fixed."""
     kl_horizon: PositiveInt = 10000
@@ -187,7 +190,7 @@ class Learner(Section):
     """Learning rate at the end, as a part of its peak."""
     warmup_updates: NonNegativeInt = 0
     """Updates of linear warm-up; update u of w has u / w of the peak, the first 1 / w."""
-    betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's."""
     eps: PositiveFloat = 1e-8
     """AdamW's."""

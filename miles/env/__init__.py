@@ -1,0 +1,1 @@
+"""Prompts and rewards: data sets, chat templates, tasks, environments, verifiers. Imports no torch, no transformers."""

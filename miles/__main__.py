@@ -1,0 +1,170 @@
+"""The commands of `miles`: reads the command line, calls one function, and turns errors into a paragraph and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from miles.config import tree
+from miles.config.text import split_overrides
+from miles.errors import BadInput, ConfigError, MilesError
+from miles.run import commands
+
+INTERRUPTED = 130
+OVERRIDES = (
+    "Any key of the recipe can be set on the command line: --section.key VALUE, for example --algorithm.steps 6. "
+    "docs/recipe.md lists the keys."
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises BadInput and names the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{message[:1].upper()}{message[1:]}. See {self.prog} --help.")
+
+    def reject(self, unknown: Sequence[str]) -> NoReturn:
+        """Raises BadInput for arguments that no option takes."""
+        option = next((argument for argument in unknown if argument.startswith("-")), None)
+        if option is None:
+            raise BadInput(f"Unexpected argument {unknown[0]}. See {self.prog} --help.")
+        name = option.partition("=")[0]
+        known = [text for action in self._actions for text in action.option_strings if text.startswith("--")]
+        close = get_close_matches(name, known, n=1, cutoff=0.6)
+        key = tree.nearest(name.lstrip("-").replace("-", "_"))
+        nearest = close[0] if close else f"--{key}" if key else None
+        hint = f"the nearest is {nearest}" if nearest else f"there are {', '.join(known)}"
+        raise BadInput(f"Unknown option {name}: {hint}. See {self.prog} --help.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input, 3 training aborted, 130 Ctrl-C."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except MilesError as error:
+        print(_paragraph(error), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("miles: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe (`miles check ... | head`) has seen enough; nothing may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"miles: the operating system refused: {error}. Nothing more was written.", file=sys.stderr)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        print(
+            f"miles: {type(error).__name__}: {error}. This is a fault in Miles or in code that it called, not in your recipe; "
+            "the lines above show where.",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _run(arguments: Sequence[str]) -> int:
+    overrides, rest = split_overrides(arguments)
+    parser, parsers = _parsers()
+    options, unknown = parser.parse_known_args(rest)
+    if options.command is None:
+        parser.print_help()
+        return BadInput.exit_code if rest or overrides else 0
+    if unknown:
+        parsers[options.command].reject(unknown)
+    if overrides and not hasattr(options, "recipes"):
+        raise BadInput(f"miles {options.command} takes no recipe, so --{next(iter(overrides))} has no meaning here.")
+    return COMMANDS[options.command](options, overrides)
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
+    "train": lambda o, overrides: commands.train(o.recipes, overrides, o.run, o.resume),
+    "check": lambda o, overrides: commands.check(o.recipes, overrides),
+    "watch": lambda o, _: commands.watch(o.run),
+    "report": lambda o, _: commands.report(o.run),
+    "export": lambda o, _: commands.export(o.run, o.to, o.merge),
+    "eval": lambda o, overrides: commands.evaluate(o.recipes, overrides, o.model),
+    "doctor": lambda o, overrides: commands.doctor(o.recipes, overrides),
+}
+
+
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    parser = Parser(
+        prog="miles",
+        allow_abbrev=False,
+        description="Reinforcement-learning post-training of language models, from a laptop to a cluster.",
+        epilog=f"{OVERRIDES} Start with: miles train recipes/quickstart.toml",
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+
+    def command(name: str, summary: str, about: str = "") -> Parser:
+        return subparsers.add_parser(
+            name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}. {about}", allow_abbrev=False
+        )
+
+    train = command("train", "train a model as a recipe says", OVERRIDES)
+    _add_recipes(train)
+    train.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="folder of the run (default: runs/<recipe>-<time>); must be new, or hold this run with --resume",
+    )
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run in DIR")
+
+    check = command(
+        "check",
+        "judge a recipe and show what it resolves to",
+        f"Prints every problem at once (exit code 2), or the whole tree, who runs where, and warnings. Loads no model. {OVERRIDES}",
+    )
+    _add_recipes(check)
+
+    watch = command("watch", "live view of a run in the terminal, also of a finished or dead one")
+    _add_run(watch)
+    report = command("report", "write RUN/report.html: curves, samples and timings in one file")
+    _add_run(report)
+
+    export = command("export", "write a run's newest model as a plain Hugging Face folder")
+    _add_run(export)
+    export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write; must not exist yet")
+    export.add_argument("--merge", action="store_true", help="merge an adapter into its base model")
+
+    evaluate = command("eval", "held-out score of a model, by the same episodes as in training", OVERRIDES)
+    _add_recipes(evaluate)
+    evaluate.add_argument(
+        "--model", required=True, metavar="DIR", help="model folder, or any name that model.name takes"
+    )
+
+    doctor = command(
+        "doctor", "check this machine: versions, devices, disk, and engine and learner side by side", OVERRIDES
+    )
+    _add_recipes(doctor, nargs="*")
+    return parser, dict(subparsers.choices)
+
+
+def _add_recipes(parser: Parser, nargs: str = "+") -> None:
+    parser.add_argument(
+        "recipes", nargs=nargs, type=Path, metavar="RECIPE", help="TOML file; of several, later ones win key by key"
+    )
+
+
+def _add_run(parser: Parser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, such as runs/quickstart")
+
+
+def _paragraph(error: MilesError) -> str:
+    problems = error.problems if isinstance(error, ConfigError) else []
+    if len(problems) > 1:
+        return "\n".join([f"miles: {len(problems)} problems:", *(f"  - {problem}" for problem in problems)])
+    return f"miles: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

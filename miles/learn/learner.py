@@ -1,0 +1,294 @@
+"""The learner: packs a step's groups, scores them, and makes the step's updates. Nothing here depends on how tokens were packed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from miles.algo.build import Objective, gather, gather_tokens
+from miles.errors import TrainingAborted
+from miles.learn.blocks import Blocks, blocks_of
+from miles.learn.critic import Critic, frozen_copy, load_weights, weights_of
+from miles.learn.forward import Compute, policy_logprobs
+from miles.learn.gauges import VisibleFraction
+from miles.learn.optim import Optimizer, Schedule, Stepped, matching
+from miles.learn.pack import move, pack
+from miles.learn.probe import check_head, probe_packing
+from miles.learn.record import StepRecord
+from miles.learn.rows import Layout
+from miles.learn.step import Step, build_step, minibatches
+from miles.types import Batch, Group, PolicyUpdate, Signal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from miles.config.schema import Recipe
+
+logger = logging.getLogger(__name__)
+
+
+class Learner:
+    """The one implementation of `protocols.Learner`, in one process.
+
+    `model` is the actor; engines in this process sample with it. The critic and the reference start as copies of it, so
+    a learner that resumes is built on the weights that the run started from, and then given `load_state`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        recipe: Recipe,
+        *,
+        device: torch.device | str = "cpu",
+        total_steps: int | None = None,
+        objective: Objective | None = None,
+    ) -> None:
+        """total_steps: of the run, for schedules; None: `algorithm.steps`. objective: None: the recipe's.
+
+        Raises ConfigError and ModelError for what cannot be trained exactly.
+        """
+        self.recipe, self.version = recipe, 0
+        self.device = torch.device(device)
+        self.model = model.to(self.device, torch.float32).eval().requires_grad_(True)
+        self.objective = Objective.build(recipe) if objective is None else objective
+        self.beta = self.objective.beta
+        self.compute = Compute.of(recipe, self.model)
+        check_head(self.model)
+        self.layout = self._layout()
+        self.critic = Critic(self.model) if self.objective.needs_critic else None
+        self.reference = frozen_copy(self.model) if self.objective.needs_ref else None
+        steps = recipe.algorithm.steps if total_steps is None else total_steps
+        self._updates_per_step = recipe.learner.epochs * recipe.learner.minibatches
+        total = None if steps is None else steps * self._updates_per_step
+        settings = recipe.learner
+        self.optimizer = Optimizer(
+            self.model.named_parameters(), settings, Schedule.of(settings, settings.learning_rate, total)
+        )
+        self.critic_optimizer = None
+        if self.critic is not None:
+            rate = settings.critic_learning_rate
+            rate = 5 * settings.learning_rate if rate is None else rate
+            self.critic_optimizer = Optimizer(
+                self.critic.named_parameters(), settings, Schedule.of(settings, rate, total)
+            )
+        trunks = [self.model.base_model] + ([] if self.critic is None else [self.critic.trunk])
+        self._blocks = Blocks(trunks, settings)
+        self._skipped_in_a_row = 0
+        self._visible = VisibleFraction([*self.model.parameters()]) if self.compute.dtype is torch.bfloat16 else None
+
+    # --- the three verbs of a step ---------------------------------------------------------------------------------
+
+    def pack(self, groups: Sequence[Group]) -> Step:
+        """The step's table and what is trained of each sample; rows are laid out where it is known which are needed."""
+        recipe = self.recipe
+        return build_step(groups, self.version, recipe.reward, recipe.rollout.max_new_tokens)
+
+    def score(self, step: Step) -> Signal:
+        """The forwards that the algorithm asks for, without gradient; then credit and advantage over the whole step."""
+        objective = self.objective
+        old = self._column(step) if objective.needs_old else None
+        ref = self._column(step) if self.reference is not None else None
+        values = self._column(step) if self.critic is not None else None
+        if old is not None or ref is not None or values is not None:
+            with torch.no_grad(), self._blocks.active():
+                for batch in self._batches(step, step.samples):
+                    if old is not None:
+                        _fill(old, batch, policy_logprobs(self.model, batch, self.compute, with_entropy=False)[0])
+                    if ref is not None:
+                        _fill(ref, batch, policy_logprobs(self.reference, batch, self.compute, with_entropy=False)[0])
+                    if values is not None:
+                        _fill(values, batch, self.critic.values(batch, self.compute))
+        return objective.signal(move(step.table, self.device), old, ref, values, beta=self.beta)
+
+    def update(self, step: Step, signal: Signal) -> dict[str, float]:
+        """epochs * minibatches updates, in each the critic first; the version is one higher afterwards.
+
+        Returns the learner's keys of the metrics row, as exact means over tokens. Raises TrainingAborted, the weights as
+        they were before, after `run.max_skipped_updates` updates in a row whose loss or gradient was not finite.
+        """
+        record = StepRecord(signal, self.recipe.learner.epochs)
+        aborted = False
+        with self._blocks.active():
+            for number, samples in self._updates(step):
+                skipped = self._update(step, signal, samples, number, record)
+                self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+                aborted = self._skipped_in_a_row >= self.recipe.run.max_skipped_updates
+                if aborted:
+                    break
+        metrics = record.row(self.objective, self.beta, self.device, self._visible)
+        self.version += 1
+        if aborted:
+            raise TrainingAborted(
+                f"step {self.version}: the loss or the gradient was not finite in {self._skipped_in_a_row} updates in a row "
+                "(run.max_skipped_updates); the weights are those before the first of them. Look at the rewards and "
+                "log-probabilities of these groups, or lower learner.learning_rate."
+            )
+        self._after_step(metrics, len(step.segments))
+        return metrics
+
+    def policy_update(self) -> PolicyUpdate:
+        """The actor's weights under their Hugging Face names, at this version."""
+        return PolicyUpdate(self.version, lambda: iter(weights_of(self.model).items()))
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Tensors by file and name (the learner's own, not copies), and the rest as JSON: all that a resumed run needs."""
+        moments, optimizer = self.optimizer.state()
+        tensors = {"model": weights_of(self.model), "optimizer": moments}
+        state: dict[str, Any] = {
+            "version": self.version,
+            "beta": self.beta,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "optimizer": optimizer,
+        }
+        if self.critic is not None and self.critic_optimizer is not None:
+            tensors["critic"] = weights_of(self.critic)
+            tensors["critic_optimizer"], state["critic_optimizer"] = self.critic_optimizer.state()
+        if self._reference_moves:
+            tensors["reference"] = weights_of(self.reference)
+        if self._visible is not None:
+            tensors["start"] = {"coordinates": self._visible.start}
+        return tensors, state
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned, to the bit. Raises CheckpointError where something is missing."""
+        load_weights(self.model, tensors.get("model", {}))
+        self.optimizer.load_state(tensors.get("optimizer", {}), state["optimizer"])
+        if self.critic is not None and self.critic_optimizer is not None:
+            load_weights(self.critic, tensors.get("critic", {}))
+            self.critic_optimizer.load_state(tensors.get("critic_optimizer", {}), state["critic_optimizer"])
+        if self._reference_moves:
+            load_weights(self.reference, tensors.get("reference", {}))
+        if self._visible is not None:
+            self._visible.start = matching(tensors.get("start", {}), "coordinates", self._visible.start)
+        self.version, self.beta = state["version"], state["beta"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+
+    # --- one update ------------------------------------------------------------------------------------------------
+
+    def _update(self, step: Step, signal: Signal, samples: list[int], number: int, record: StepRecord) -> bool:
+        """Whether it was skipped. Where the critic's is, the actor's does not take place."""
+        chosen = torch.tensor(samples, dtype=torch.int64, device=self.device)
+        if self.critic is not None:
+            stepped = self._critic_update(step, signal, samples, chosen, number, record)
+            if stepped.skipped:
+                return True
+        if self.version < self._critic_warmup:
+            return False
+        stepped = self._actor_update(step, signal, samples, chosen, number, record)
+        return stepped.skipped
+
+    def _critic_update(
+        self, step: Step, signal: Signal, samples: list[int], chosen: Tensor, number: int, record: StepRecord
+    ) -> Stepped:
+        weights = self.objective.value_weights(signal.table, chosen)
+        total, outputs = 0.0, []
+        for batch in self._batches(step, samples):
+            values = self.critic.values(batch, self.compute)
+            output = self.objective.value_loss(values, gather(signal, batch), gather_tokens(weights, batch))
+            output.loss.backward()
+            total += output.loss.item()
+            outputs.append((batch.loss_mask, output.metrics))
+        stepped = self.critic_optimizer.step(number, total)
+        record.add_values(outputs, stepped)
+        return stepped
+
+    def _actor_update(
+        self, step: Step, signal: Signal, samples: list[int], chosen: Tensor, number: int, record: StepRecord
+    ) -> Stepped:
+        objective = self.objective
+        weights = objective.weights(signal.table, chosen)
+        nll = objective.nll_weights(signal.table, chosen) if objective.needs_nll else None
+        moving = objective.rows_with_gradient(signal)
+        kept = (
+            samples
+            if moving is None
+            else [i for i, moves in zip(samples, moving[chosen].tolist(), strict=True) if moves]
+        )
+        total, outputs = 0.0, []
+        for batch in self._batches(step, kept):
+            logprobs, entropy = policy_logprobs(self.model, batch, self.compute)
+            output = objective.policy_loss(
+                logprobs,
+                entropy,
+                None,
+                batch,
+                gather(signal, batch),
+                gather_tokens(weights, batch),
+                beta=self.beta,
+                nll_weights=None if nll is None else gather_tokens(nll, batch),
+            )
+            output.loss.backward()
+            total += output.loss.item()
+            outputs.append((batch.loss_mask, output.metrics))
+        stepped = self.optimizer.step(number, total)
+        record.add_policy(outputs, stepped)
+        return stepped
+
+    # --- small parts -----------------------------------------------------------------------------------------------
+
+    def _updates(self, step: Step) -> Iterator[tuple[int, list[int]]]:
+        """The number of each update in the run, and its samples; one without samples does not take place."""
+        settings, seed = self.recipe.learner, self.recipe.run.seed
+        for epoch in range(settings.epochs):
+            parts = minibatches(seed, self.version, epoch, step.num_groups, settings.minibatches)
+            for place, groups in enumerate(parts):
+                if samples := step.samples_of(groups):
+                    yield self.version * self._updates_per_step + epoch * settings.minibatches + place, samples
+
+    def _batches(self, step: Step, samples: Sequence[int]) -> Iterator[Batch]:
+        for batch in pack(step, samples, self.layout):
+            yield move(batch, self.device)
+
+    def _column(self, step: Step) -> Tensor:
+        return torch.zeros(len(step.table.sample_ids), device=self.device)
+
+    def _layout(self) -> Layout:
+        packing = probe_packing(self.model)
+        if not packing.exact:
+            logger.warning(
+                "%s is trained on one sequence a row, padded: %s.", type(self.model).__name__, packing.reason
+            )
+        block = blocks_of(self.model.base_model)[:1]
+        return Layout(
+            share=packing.exact and self.recipe.learner.prefix_sharing == "auto",
+            pack=packing.exact,
+            tokens_per_batch=self.recipe.learner.tokens_per_microbatch,
+            attention_half=attention_half(self.model, sum(p.numel() for b in block for p in b.parameters())),
+        )
+
+    def _after_step(self, metrics: Mapping[str, float], samples: int) -> None:
+        settings = self.recipe.algorithm
+        if settings.kl_target is not None and "kl/ref" in metrics:
+            error = max(-0.2, min(0.2, metrics["kl/ref"] / settings.kl_target - 1))
+            self.beta *= 1 + error * samples / settings.kl_horizon
+        if self._reference_moves and self.version % settings.ref_update_every == 0:
+            load_weights(self.reference, weights_of(self.model))
+
+    @property
+    def _reference_moves(self) -> bool:
+        return self.reference is not None and self.recipe.algorithm.ref_update_every is not None
+
+    @property
+    def _critic_warmup(self) -> int:
+        return (self.objective.settings.get("critic_warmup") or 0) if self.critic is not None else 0
+
+
+def attention_half(model: PreTrainedModel, block_weights: int) -> float:
+    """Row width at which attention costs as much as a block's products, from their counts.
+
+    A token takes 2 * weights operations in products and 4 * width * heads * head size in attention, which runs at about
+    two thirds of the speed (measured on a CPU).
+    """
+    config = model.config.get_text_config()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return max(64.0, 0.65 * block_weights / (2 * config.num_attention_heads * head))
+
+
+def _fill(column: Tensor, batch: Batch, values: Tensor) -> None:
+    column[batch.slots[batch.loss_mask]] = values[batch.loss_mask]

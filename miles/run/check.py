@@ -1,0 +1,78 @@
+"""`miles check`: judges a recipe and shows what it resolves to and who would run where, without loading any model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from miles.config.schema import Recipe
+from miles.config.toml import dump_toml
+from miles.run.recipes import Resolved, inspect
+
+GPU_FILES = "nvidia[0-9]*"
+
+
+def check_command(recipe_paths: Sequence[Path], overrides: Mapping[str, Any]) -> int:
+    """Prints the resolved tree, the world map and the warnings. Raises ConfigError with every problem at once."""
+    resolved = inspect(recipe_paths, overrides, os.environ)
+    print(dump_toml(resolved.recipe, resolved.origins))
+    print("\n".join(world_map(resolved, gpus=len(list(Path("/dev").glob(GPU_FILES))))))
+    for warning in resolved.warnings:
+        print(f"\nwarning: {warning}")
+    print("\nThe recipe is valid.")
+    return 0
+
+
+def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
+    """Lines of text: the roles of the run, the process and device of each, and the work of one step."""
+    recipe = resolved.recipe
+    device = _device(recipe, gpus)
+    roles = [
+        "learner",
+        *(["critic"] if resolved.row.has_critic else []),
+        *(["reference"] if recipe.algorithm.beta else []),
+    ]
+    yield "World map: 1 process, no server"
+    yield f"  {'role':<12}{'process':<12}{'device':<12}what"
+    for role in roles:
+        yield f"  {role:<12}{'main':<12}{device:<12}{_what(role, resolved)}"
+    yield f"  {'engine':<12}{'main':<12}{device:<12}{recipe.engine.kind}, with the learner's own weights"
+    yield f"  {'collector':<12}{'main':<12}{'cpu':<12}{_source(resolved)}"
+    yield f"  {'buffer':<12}{'main':<12}{'disk':<12}ledger.sqlite in the run directory"
+    yield ""
+    yield from _work(recipe)
+
+
+def _device(recipe: Recipe, gpus: int) -> str:
+    if recipe.run.device != "auto":
+        return recipe.run.device
+    return "cuda" if gpus else "cpu"
+
+
+def _what(role: str, resolved: Resolved) -> str:
+    recipe = resolved.recipe
+    if role == "learner":
+        fact = resolved.facts.get("model.name")
+        return (
+            f"{recipe.model.name}{f' ({fact})' if fact else ''}, {recipe.learner.param_dtype}, {recipe.algorithm.name}"
+        )
+    if role == "critic":
+        return "value head on a trunk that starts as the actor's"
+    return f"frozen, KL in the {recipe.algorithm.kl_place or 'loss'} with beta {recipe.algorithm.beta:g}"
+
+
+def _source(resolved: Resolved) -> str:
+    fact = resolved.facts.get("data.source")
+    return f"{resolved.recipe.data.source}{f' ({fact})' if fact else ''}"
+
+
+def _work(recipe: Recipe) -> Iterator[str]:
+    groups, size = recipe.algorithm.groups_per_step, recipe.rollout.group_size
+    updates = recipe.learner.epochs * recipe.learner.minibatches
+    steps = f"{recipe.algorithm.steps} steps" if recipe.algorithm.steps else f"{recipe.data.epochs} epochs of the data"
+    yield f"{steps}; each: {groups} prompts x {size} samples = {groups * size} samples, {updates} update{'s' * (updates > 1)}"
+    if recipe.eval.rows or recipe.eval.source:
+        every = f", every {recipe.eval.every} steps" if recipe.eval.every else ""
+        yield f"evaluation: {recipe.eval.rows} held-out rows x {recipe.eval.samples} samples before the first step{every} and at the end"

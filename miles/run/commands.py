@@ -1,0 +1,51 @@
+"""One function for each command of `miles`; each imports its own body, so that a light command loads nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def train(recipes: Sequence[Path], overrides: Mapping[str, Any], run_dir: Path | None, resume: bool) -> int:
+    from miles.run.train import train_command
+
+    return train_command(recipes, overrides, run_dir, resume)
+
+
+def check(recipes: Sequence[Path], overrides: Mapping[str, Any]) -> int:
+    from miles.run.check import check_command
+
+    return check_command(recipes, overrides)
+
+
+def watch(run_dir: Path) -> int:
+    from miles.observe.watch import watch as watch_run
+
+    watch_run(run_dir)
+    return 0
+
+
+def report(run_dir: Path) -> int:
+    from miles.observe.report import write_report
+
+    print(write_report(run_dir))
+    return 0
+
+
+def export(run_dir: Path, to: Path, merge: bool) -> int:
+    from miles.run.export import export_command
+
+    return export_command(run_dir, to, merge)
+
+
+def evaluate(recipes: Sequence[Path], overrides: Mapping[str, Any], model: str) -> int:
+    from miles.run.eval import eval_command
+
+    return eval_command(recipes, overrides, model)
+
+
+def doctor(recipes: Sequence[Path], overrides: Mapping[str, Any]) -> int:
+    from miles.run.doctor import doctor_command
+
+    return doctor_command(recipes, overrides)

@@ -1,0 +1,40 @@
+"""`miles eval`: the held-out score of any model, by the episodes and rewards that training uses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles.engine.inprocess import InProcessEngine
+from miles.errors import DataError
+from miles.learn.load import load_model
+from miles.rollout.episode import Episodes
+from miles.rollout.evaluate import evaluate
+from miles.run.local import device_of
+from miles.run.prepare import prepare
+from miles.run.recipes import resolve
+
+
+def eval_command(recipes: Sequence[Path], overrides: Mapping[str, Any], model: str) -> int:
+    """Print the eval metrics of `model` on the recipe's held-out rows."""
+    recipe = resolve(recipes, {**overrides, "model.name": model}, os.environ)
+    inputs = prepare(recipe)
+    if not len(inputs.held_out):
+        raise DataError("the recipe has no held-out rows: set eval.rows above 0, or name some with eval.source")
+    torch.set_num_threads(recipe.run.threads or 1)
+    loaded = load_model(recipe.model, seed=recipe.run.seed, device=device_of(recipe))
+    engine = InProcessEngine(
+        loaded, inputs.tokenizer, version=lambda: 0, end_token_ids=inputs.sampling.stop_token_ids,
+        max_batch=recipe.engine.max_batch, deterministic=recipe.rollout.deterministic,
+    )  # fmt: skip
+    episodes = Episodes(inputs.environment, engine, inputs.rewards, inputs.sampling, inputs.renderer.text)
+    metrics = asyncio.run(evaluate(inputs.held_out, episodes, recipe=recipe, full_reward=inputs.rewards.full))
+    print(f"{model} on {len(inputs.held_out)} held-out rows of {inputs.held_out.source}")
+    for name, value in metrics.items():
+        print(f"  {name:<28}{value:.4g}")
+    return 0

@@ -1,0 +1,139 @@
+"""What happens around the steps of one process: log, evaluate, write checkpoints, keep the best, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from miles.buffer.embedded import EmbeddedBuffer
+from miles.config.schema import Recipe
+from miles.learn import checkpoint
+from miles.learn.export import export
+from miles.learn.learner import Learner
+from miles.observe.live import LiveView
+from miles.observe.metrics import group_metrics, throughput_metrics
+from miles.observe.recorder import Recorder
+from miles.observe.rows import METRICS_FILE, eval_rows, read_rows
+from miles.rollout.evaluate import Evaluation
+from miles.run.interrupts import Interrupts
+from miles.types import FinishedGroup, Group
+
+CHECKPOINTS = "checkpoints"
+REWARD = "eval/reward/mean"
+
+
+@dataclass
+class RunKeeper:
+    """The `miles.loop.Keeper` of a local run. What it decides depends on the run directory alone, so a resumed run agrees."""
+
+    recipe: Recipe
+    run_dir: Path
+    learner: Learner
+    buffer: EmbeddedBuffer
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    evaluate: Callable[[], tuple[Mapping[str, float], Evaluation]] | None  # None: no held-out rows
+    recorder: Recorder
+    view: LiveView
+    interrupts: Interrupts
+    saved_version: int = -1  # newest checkpoint on disk
+    _step_started: float = field(default_factory=time.perf_counter)
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self.recorder.span(name)
+
+    def whole(self) -> AbstractContextManager[None]:
+        return self.interrupts.whole()
+
+    def begin(self) -> None:
+        if self.learner.version == 0 or self._evaluation_due():
+            self._evaluate()
+
+    def wants_more(self) -> bool:
+        self._step_started = time.perf_counter()
+        steps = self.recipe.algorithm.steps
+        return (steps is None or self.learner.version < steps) and not self._reached_reward()
+
+    def log_step(self, metrics: Mapping[str, float]) -> None:
+        version = self.learner.version
+        finished = self.buffer.finished(version - 1)
+        seconds = time.perf_counter() - self._step_started
+        row = {
+            "step": version, "version": version, **group_metrics(finished, version - 1), **metrics,
+            **throughput_metrics(finished, seconds), "time/step_s": seconds,
+        }  # fmt: skip
+        self.view.step(self.recorder.step(row))
+        groups = [(self.buffer.ledger.group(done.ordinal), done.reason) for done in finished if _has_samples(done)]
+        self.recorder.samples(version, groups)
+        self._show_one(groups)
+
+    def after_step(self) -> None:
+        if self._evaluation_due():
+            self._evaluate()
+        every = self.recipe.run.checkpoint_every
+        if every is not None and self.learner.version % every == 0:
+            self.save_checkpoint()
+
+    def end(self) -> None:
+        self._evaluate()
+        self.save_checkpoint()
+        self._export("final")
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of the learner's version, unless it is on disk already."""
+        if self.learner.version == self.saved_version:
+            return
+        with self.interrupts.whole():
+            tensors, state = self.learner.state()
+            root = self.run_dir / CHECKPOINTS
+            path = checkpoint.save(root, self.learner.version, tensors, {"learner": state, "random": checkpoint.random_state()})
+            self.saved_version = self.learner.version
+            checkpoint.prune(root, self.recipe.run.keep_checkpoints)
+            self.buffer.commit(self.learner.version, path)
+
+    def _evaluation_due(self) -> bool:
+        every = self.recipe.eval.every
+        return every is not None and self.learner.version % every == 0
+
+    def _evaluate(self) -> None:
+        version = self.learner.version
+        if self.evaluate is None or self.recorder.evaluated(version):
+            return
+        with self.recorder.span("eval"):
+            metrics, evaluation = self.evaluate()
+        with self.interrupts.whole():
+            self.view.eval(self.recorder.eval({"version": version, **metrics}, evaluation.sampled))
+            if self.recipe.run.keep_best and self._is_best():
+                self._export("best")
+
+    def _rewards(self) -> list[float]:
+        rows = eval_rows(read_rows(self.run_dir / METRICS_FILE).rows)
+        return [row[REWARD] for row in rows if REWARD in row]
+
+    def _is_best(self) -> bool:
+        rewards = self._rewards()
+        return bool(rewards) and rewards[-1] >= max(rewards)
+
+    def _reached_reward(self) -> bool:
+        goal, rewards = self.recipe.run.stop_at_reward, self._rewards()
+        return goal is not None and len(rewards) >= 2 and min(rewards[-2:]) >= goal
+
+    def _export(self, name: str) -> None:
+        with self.interrupts.whole():
+            facts = {"version": self.learner.version, "recipe": self.recipe.model_dump(mode="json")}
+            export(self.model, self.tokenizer, self.run_dir / name, facts=facts)
+
+    def _show_one(self, groups: list[tuple[Group, str | None]]) -> None:
+        trained = [group for group, reason in groups if reason is None]
+        if trained:
+            sample = trained[0].samples[0]
+            self.view.sample(trained[0].prompt_text, sample.text, sample.reward)
+
+
+def _has_samples(done: FinishedGroup) -> bool:
+    return bool(done.lengths)

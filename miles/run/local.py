@@ -1,0 +1,168 @@
+"""The local launcher: engine, collector, buffer and learner in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from miles.algo import AlgorithmRow
+from miles.buffer.embedded import EmbeddedBuffer
+from miles.buffer.ledger import Ledger
+from miles.buffer.store import LedgerSettings
+from miles.buffer.stream import PromptStream
+from miles.config.schema import Recipe
+from miles.engine.inprocess import InProcessEngine
+from miles.errors import MilesError, TrainingAborted
+from miles.learn import checkpoint
+from miles.learn.learner import Learner
+from miles.learn.load import describe, load_model
+from miles.loop import train
+from miles.observe.live import LiveView
+from miles.observe.recorder import Recorder
+from miles.observe.rows import METRICS_FILE, read_rows
+from miles.observe.sinks import open_sinks
+from miles.publish.inprocess import InProcessPublisher
+from miles.rollout.collect import Collector
+from miles.rollout.episode import Episodes
+from miles.rollout.evaluate import Evaluation, evaluation_metrics, run_evaluation
+from miles.run.interrupts import Interrupted, Interrupts
+from miles.run.keeper import CHECKPOINTS, RunKeeper
+from miles.run.logs import logs_to
+from miles.run.prepare import Inputs
+from miles.run.rundir import check_run_dir, fixed_hash, write_config
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class LocalLauncher:
+    """Trains one recipe in this process. `launch` returns the exit code; failures are raised as MilesError."""
+
+    recipe: Recipe
+    row: AlgorithmRow
+    inputs: Inputs
+    run_dir: Path
+    resume: bool
+    view: LiveView
+
+    def launch(self) -> int:
+        check_run_dir(self.run_dir, self.recipe, self.resume)
+        torch.set_num_threads(self.recipe.run.threads or 1)
+        model = load_model(self.recipe.model, seed=self.recipe.run.seed, device=device_of(self.recipe))
+        write_config(self.run_dir, self.recipe)
+        interrupts = Interrupts()
+        with ExitStack() as stack:
+            stack.enter_context(logs_to(self.run_dir / "logs" / "main.log", self.view.message))
+            stack.enter_context(self.view)
+            stack.enter_context(interrupts.active())
+            keeper = stack.enter_context(self._keeper(model, interrupts))
+            return self._train(keeper)
+
+    def _train(self, keeper: RunKeeper) -> int:
+        try:
+            train(keeper.learner, keeper.buffer, self._publisher, keeper)
+        except Interrupted as interrupted:
+            keeper.save_checkpoint()
+            self.view.message(f"stopped by a signal; a checkpoint is in {self.run_dir / CHECKPOINTS}: continue with --resume")
+            return interrupted.exit_code
+        except TrainingAborted:
+            keeper.save_checkpoint()
+            raise
+        return 0
+
+    @contextmanager
+    def _keeper(self, model: PreTrainedModel, interrupts: Interrupts) -> Iterator[RunKeeper]:
+        """Put the parts together and bring them to the version that the run directory holds."""
+        recipe, inputs = self.recipe, self.inputs
+        start = describe(model)
+        learner = Learner(model, recipe, device=device_of(recipe))
+        saved = self._restore(learner)
+        self._publisher = InProcessPublisher(learner.version)
+        engine = InProcessEngine(
+            model, inputs.tokenizer, version=lambda: self._publisher.version, end_token_ids=inputs.sampling.stop_token_ids,
+            max_batch=recipe.engine.max_batch, deterministic=recipe.rollout.deterministic,
+        )  # fmt: skip
+        episodes = Episodes(inputs.environment, engine, inputs.rewards, inputs.sampling, inputs.renderer.text)
+        stream = PromptStream(
+            len(inputs.train), recipe.run.seed, recipe.data.shuffle, recipe.algorithm.groups_per_step, recipe.data.epochs
+        )
+        with ExitStack() as stack:
+            runner = stack.enter_context(asyncio.Runner())
+            ledger = Ledger(self.run_dir, self._settings(model), stream, self._identity(start), resume=self.resume)
+            stack.callback(ledger.close)
+            collect = functools.partial(self._collect, runner, stream, episodes)
+            buffer = EmbeddedBuffer(ledger, collect=lambda: collect(buffer))
+            recorder = Recorder(self.run_dir, (), recipe.log.samples_per_step)
+            if self.resume:
+                recorder.rewind(learner.version)
+                buffer.rewind(learner.version)
+            for sink in open_sinks(recipe.log, self.run_dir, learner.version, recipe.model_dump(mode="json")):
+                recorder.add_sink(sink)
+            stack.callback(recorder.close)
+            self._show_start(start, learner.version)
+            evaluate = functools.partial(self._evaluate, runner, episodes) if len(inputs.held_out) else None
+            yield RunKeeper(
+                recipe, self.run_dir, learner, buffer, model, inputs.tokenizer, evaluate, recorder, self.view, interrupts, saved
+            )
+
+    def _restore(self, learner: Learner) -> int:
+        """Load the newest checkpoint, if the run is resumed and has one; the version on disk or -1."""
+        path = checkpoint.newest(self.run_dir / CHECKPOINTS) if self.resume else None
+        if path is None:
+            return -1
+        tensors, state = checkpoint.load(path)
+        learner.load_state(tensors, state["learner"])
+        checkpoint.set_random_state(state["random"])
+        return learner.version
+
+    def _settings(self, model: PreTrainedModel) -> LedgerSettings:
+        recipe = self.recipe
+        return LedgerSettings(
+            groups_per_step=recipe.algorithm.groups_per_step, max_staleness=recipe.buffer.max_staleness,
+            max_attempts=recipe.buffer.max_attempts, max_dropped=recipe.rollout.max_dropped,
+            group_size=recipe.rollout.group_size, vocabulary=model.config.get_text_config().vocab_size,
+        )  # fmt: skip
+
+    def _identity(self, start: Mapping[str, Any]) -> dict[str, Any]:
+        data = self.inputs.data_hash
+        return {"recipe": fixed_hash(self.recipe), "data": data, "weights": start["weights_sha256"]}
+
+    def _collect(self, runner: asyncio.Runner, stream: PromptStream, episodes: Episodes, buffer: EmbeddedBuffer) -> None:
+        collector = Collector(buffer, stream, self.inputs.train, episodes, recipe=self.recipe, row=self.row)
+        runner.run(collector.run())
+
+    def _evaluate(self, runner: asyncio.Runner, episodes: Episodes) -> tuple[Mapping[str, float], Evaluation]:
+        evaluation = runner.run(run_evaluation(self.inputs.held_out, episodes, recipe=self.recipe))
+        return evaluation_metrics(evaluation, self.inputs.rewards.full), evaluation
+
+    def _show_start(self, start: Mapping[str, Any], version: int) -> None:
+        recipe = self.recipe
+        log.info("starts from %s", start)
+        facts = {
+            "model": f"{recipe.model.name}, {start['parameters'] / 1e6:.1f} M parameters, weights {start['weights_sha256'][:12]}",
+            "data": "; ".join([f"{len(self.inputs.train)} rows of {self.inputs.train.source}", *self.inputs.notes]),
+            "algorithm": f"{recipe.algorithm.name}, {recipe.algorithm.groups_per_step} prompts x {recipe.rollout.group_size} samples",
+            "run": str(self.run_dir),
+        }  # fmt: skip
+        rows = read_rows(self.run_dir / METRICS_FILE).rows if self.resume else []
+        self.view.start(facts, recipe.algorithm.steps, version, rows)
+        self.view.preview(self.inputs.preview())
+
+
+def device_of(recipe: Recipe) -> torch.device:
+    """The device of `run.device`. Raises MilesError where a GPU is asked for and there is none."""
+    found = torch.cuda.is_available()
+    if recipe.run.device == "cuda" and not found:
+        raise MilesError("run.device = 'cuda', but this machine has no usable GPU: set it to 'auto' or 'cpu'")
+    return torch.device("cuda" if recipe.run.device != "cpu" and found else "cpu")
+
+

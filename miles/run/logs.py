@@ -1,0 +1,40 @@
+"""Where log records of a run go: all of them into its log file, warnings also to the person who watches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def logs_to(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """While active, records of `miles` are appended to `path`, and those from WARNING up are also said."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("miles")
+    level, propagate = logger.level, logger.propagate
+    handlers = [file, _Said(say)]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+        file.close()
+
+
+class _Said(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(f"{record.levelname.lower()}: {record.getMessage()}")

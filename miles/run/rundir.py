@@ -1,0 +1,90 @@
+"""The run directory: a fresh one, or the one that is resumed with a recipe that may differ in a few keys only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles.config.load import load
+from miles.config.schema import Recipe
+from miles.config.toml import dump_toml
+from miles.errors import RunDirError
+
+CONFIG_FILE = "config.toml"
+FREE_SECTIONS = ("run", "log", "eval")
+FREE_KEYS = ("algorithm.steps", "learner.tokens_per_microbatch")
+
+
+def default_run_dir(recipe_name: str) -> Path:
+    """runs/<recipe>-<time>, numbered when two runs start within one second."""
+    base = Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = [base, *(base.with_name(f"{base.name}-{i}") for i in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())
+
+
+def check_run_dir(run_dir: Path, recipe: Recipe, resume: bool) -> None:
+    """The directory is free, or holds the run that is to be resumed. Raises RunDirError; writes nothing."""
+    if resume:
+        if not (run_dir / CONFIG_FILE).exists():
+            raise RunDirError(f"--resume: {run_dir} holds no {CONFIG_FILE}, so no run to resume; leave --resume out")
+        _same_run(run_dir, recipe)
+    elif run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise RunDirError(f"--run {run_dir} is not empty: continue its run with --resume, or name another directory")
+
+
+def write_config(run_dir: Path, recipe: Recipe) -> None:
+    """Make the directory and write the resolved recipe into it, whole or not at all."""
+    config = run_dir / CONFIG_FILE
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        part = config.with_name(CONFIG_FILE + ".part")
+        part.write_text(dump_toml(recipe), encoding="utf-8")
+        part.replace(config)
+    except OSError as error:
+        raise RunDirError(f"cannot write {config}: {error.strerror or error}; choose another --run directory") from error
+
+
+def stored_recipe(run_dir: Path) -> Recipe:
+    """The resolved recipe of a run directory."""
+    config = run_dir / CONFIG_FILE
+    if not config.exists():
+        raise RunDirError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
+    loaded = load([config], {}, env={}, rows=None)
+    if loaded.problems:
+        raise RunDirError(f"{config} cannot be read as a recipe: " + "; ".join(loaded.problems))
+    return loaded.recipe
+
+
+def fixed_hash(recipe: Recipe) -> str:
+    """Hash of every key that a resumed run must have in common with its beginning."""
+    fixed = {key: value for key, value in _flat(recipe.model_dump(mode="json")) if not _free(key)}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+
+
+def _same_run(run_dir: Path, recipe: Recipe) -> None:
+    before = dict(_flat(stored_recipe(run_dir).model_dump(mode="json")))
+    now = dict(_flat(recipe.model_dump(mode="json")))
+    changed = [key for key in now if not _free(key) and before.get(key) != now[key]]
+    if changed:
+        listed = "; ".join(f"{key} was {before.get(key)!r} and is now {now[key]!r}" for key in changed)
+        free = ", ".join([*FREE_KEYS, *(f"[{section}]" for section in FREE_SECTIONS)])
+        raise RunDirError(
+            f"--resume: {run_dir} holds a run with other settings: {listed}. Only {free} may change; "
+            "set the others back, or start a new run in another directory"
+        )
+
+
+def _free(key: str) -> bool:
+    return key in FREE_KEYS or key.split(".")[0] in FREE_SECTIONS
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

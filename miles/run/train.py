@@ -1,0 +1,75 @@
+"""`miles train`, and the same from Python."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.observe.live import LiveView
+from miles.observe.report import write_report
+from miles.observe.rows import METRICS_FILE, read_rows
+from miles.run.local import LocalLauncher
+from miles.run.prepare import RewardArgument, prepare
+from miles.run.recipes import inspect
+from miles.run.rundir import check_run_dir, default_run_dir
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A finished run."""
+
+    run_dir: Path
+    exit_code: int
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl; those of evaluations hold `"event": "eval"`."""
+        return read_rows(self.run_dir / METRICS_FILE).rows
+
+    @property
+    def model_dir(self) -> Path:
+        """The trained model: a plain Hugging Face folder."""
+        return self.run_dir / "final"
+
+
+def train_command(recipes: Sequence[Path], overrides: Mapping[str, Any], run_dir: Path | None, resume: bool) -> int:
+    """Train a recipe and say where report and model are. Returns the exit code."""
+    started = time.perf_counter()
+    run = start_run(recipes, overrides, run_dir, resume)
+    report = write_report(run.run_dir)
+    if run.exit_code == 0:
+        print(f"done in {time.perf_counter() - started:.0f} s")
+        print(f"model:  {run.model_dir}")
+    print(f"report: {report}")
+    return run.exit_code
+
+
+def start_run(
+    recipes: Sequence[Path],
+    overrides: Mapping[str, Any],
+    run_dir: Path | None = None,
+    resume: bool = False,
+    *,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    reward: RewardArgument | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> TrainedRun:
+    """Resolve the recipe, check everything that can be checked without weights, then train."""
+    resolved = inspect(recipes, overrides, env, given=_given(rows, reward))
+    recipe = resolved.recipe
+    target = run_dir or default_run_dir(recipes[0].stem if recipes else recipe.algorithm.name)
+    check_run_dir(target, recipe, resume)
+    view = LiveView(recipe.log.live)
+    for warning in resolved.warnings:
+        view.message(f"warning: {warning}")
+    inputs = prepare(recipe, rows=rows, reward=reward)
+    code = LocalLauncher(recipe, resolved.row, inputs, target, resume, view).launch()
+    return TrainedRun(target, code)
+
+
+def _given(rows: object, reward: object) -> Collection[str]:
+    return [key for key, value in (("data.source", rows), ("reward.functions", reward)) if value is not None]

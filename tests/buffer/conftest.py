@@ -1,0 +1,88 @@
+"""Groups with chosen versions, a clock that stands still, and ledgers that are closed after the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles.buffer.ledger import Ledger
+from miles.buffer.store import LedgerSettings
+from miles.buffer.stream import PromptStream
+from miles.types import Group, Sample, Segment
+
+
+def build_group(
+    ordinal: int, row: int, version: int = 0, rewards: tuple[float | None, ...] = (0.0, 1.0), length: int = 3
+) -> Group:
+    """One prompt token and `length` sampled ones for each reward; contents differ between ordinals and samples."""
+    samples = []
+    for index, reward in enumerate(rewards):
+        tokens = tuple((ordinal * 31 + index * 7 + place) % 1000 for place in range(length))
+        segment = Segment(
+            token_ids=(5, *tokens),
+            loss_mask=(False, *(True,) * length),
+            behavior_logprobs=(0.0, *(-(place + 1) / 7 for place in range(length))),
+            versions=(-1, *(version,) * length),
+        )
+        samples.append(Sample((segment,), "stop", f"sample {index}", reward, {"score": reward}))
+    return Group(ordinal, row, tuple(samples), prompt_text=f"row {row}")
+
+
+class Clock:
+    """Seconds since the epoch, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def make_group() -> Callable[..., Group]:
+    return build_group
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def open_ledger(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Ledger]]:
+    """open_ledger(groups_per_step, num_rows=..., epochs=..., folder=..., resume=..., identity=..., and LedgerSettings' keys)."""
+    opened: list[Ledger] = []
+
+    def open_one(groups_per_step: int = 2, **keys: Any) -> Ledger:
+        rows, epochs = keys.pop("num_rows", 100), keys.pop("epochs", None)
+        folder, resume = keys.pop("folder", tmp_path), keys.pop("resume", False)
+        identity, seed = keys.pop("identity", {"config": "c"}), keys.pop("seed", 0)
+        stream = PromptStream(rows, seed, keys.pop("shuffle", False), groups_per_step, epochs)
+        ledger = Ledger(folder, LedgerSettings(groups_per_step, **keys), stream, identity, resume=resume, clock=clock)
+        opened.append(ledger)
+        return ledger
+
+    yield open_one
+    for ledger in opened:
+        ledger.close()
+
+
+@pytest.fixture
+def fill(make_group: Callable[..., Group]) -> Callable[..., list[int]]:
+    """fill(ledger): lease all that can be leased and finish it with tokens of the newest version; the ordinals."""
+
+    def fill_all(ledger: Ledger, n: int = 10**6, drop: Callable[[int], str | None] = lambda ordinal: None) -> list[int]:
+        leases = ledger.lease(n, "worker", 60.0)
+        for lease in leases:
+            group = make_group(lease.ordinal, ledger.stream.at(lease.ordinal).row, lease.min_version)
+            reason = drop(lease.ordinal)
+            if reason is None:
+                ledger.put(lease, group)
+            else:
+                ledger.drop(lease, reason, group)
+        return [lease.ordinal for lease in leases]
+
+    return fill_all
