@@ -59,15 +59,11 @@ demo: setup
 	@if [ -e $(QUICKSTART) ]; then n=1; while [ -e $(QUICKSTART)-$$n ]; do n=$$((n + 1)); done; \
 		mv $(QUICKSTART) $(QUICKSTART)-$$n; echo "Kept the earlier run as $(QUICKSTART)-$$n."; fi
 	@$(RUN)/miles train recipes/quickstart.toml --run $(QUICKSTART)
-	@$(RUN)/miles report $(QUICKSTART) >/dev/null
-	@echo
-	@echo "Report: $(QUICKSTART)/report.html   (open it in a browser)"
-	@echo "Model:  $(QUICKSTART)/final         (a plain Hugging Face folder)"
 
 # --- checks --------------------------------------------------------------------------------------------------------
 
 test: check
-	$(RUN)/python -m pytest $(foreach part,$(COVERED),--cov=miles.$(part)) --cov-report=
+	$(RUN)/python -m pytest --cov=miles --cov-report=
 	@for part in $(COVERED); do \
 		$(RUN)/python -m coverage report --include="miles/$$part/*" --skip-covered --show-missing --fail-under=90 \
 		|| { echo "Fewer than 90 % of the lines of miles/$$part are covered." >&2; exit 1; }; done

@@ -23,6 +23,19 @@ OVERRIDES = (
 )
 
 
+Command = Callable[[argparse.Namespace, dict[str, Any]], int]
+
+COMMANDS: Mapping[str, Command] = {
+    "train": lambda o, overrides: commands.train(o.recipes, overrides, o.run, o.resume),
+    "check": lambda o, overrides: commands.check(o.recipes, overrides),
+    "watch": lambda o, _: commands.watch(o.run),
+    "report": lambda o, _: commands.report(o.run),
+    "export": lambda o, _: commands.export(o.run, o.to, o.merge),
+    "eval": lambda o, overrides: commands.evaluate(o.recipes, overrides, o.model),
+    "doctor": lambda o, overrides: commands.doctor(o.recipes, overrides),
+}
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises BadInput and names the nearest option."""
 
@@ -37,16 +50,18 @@ class Parser(argparse.ArgumentParser):
         name = option.partition("=")[0]
         known = [text for action in self._actions for text in action.option_strings if text.startswith("--")]
         close = get_close_matches(name, known, n=1, cutoff=0.6)
-        key = tree.nearest(name.lstrip("-").replace("-", "_"))
-        nearest = close[0] if close else f"--{key}" if key else None
-        hint = f"the nearest is {nearest}" if nearest else f"there are {', '.join(known)}"
+        spelt = name.lstrip("-").replace("-", "_")
+        key = tree.nearest(spelt)
+        if key is not None and (spelt in tree.OTHER_WORDS or key.endswith(f".{spelt}") or not close):
+            close = [f"--{key}"]
+        hint = f"the nearest is {close[0]}" if close else f"there is {', '.join(known)}, and --section.key for recipes"
         raise BadInput(f"Unknown option {name}: {hint}. See {self.prog} --help.")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, table: Mapping[str, Command] = COMMANDS) -> int:
     """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input, 3 training aborted, 130 Ctrl-C."""
     try:
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        return _run(sys.argv[1:] if arguments is None else arguments, table)
     except MilesError as error:
         print(_paragraph(error), file=sys.stderr)
         return error.exit_code
@@ -70,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str], table: Mapping[str, Command]) -> int:
     overrides, rest = split_overrides(arguments)
     parser, parsers = _parsers()
     options, unknown = parser.parse_known_args(rest)
@@ -81,18 +96,7 @@ def _run(arguments: Sequence[str]) -> int:
         parsers[options.command].reject(unknown)
     if overrides and not hasattr(options, "recipes"):
         raise BadInput(f"miles {options.command} takes no recipe, so --{next(iter(overrides))} has no meaning here.")
-    return COMMANDS[options.command](options, overrides)
-
-
-COMMANDS: Mapping[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
-    "train": lambda o, overrides: commands.train(o.recipes, overrides, o.run, o.resume),
-    "check": lambda o, overrides: commands.check(o.recipes, overrides),
-    "watch": lambda o, _: commands.watch(o.run),
-    "report": lambda o, _: commands.report(o.run),
-    "export": lambda o, _: commands.export(o.run, o.to, o.merge),
-    "eval": lambda o, overrides: commands.evaluate(o.recipes, overrides, o.model),
-    "doctor": lambda o, overrides: commands.doctor(o.recipes, overrides),
-}
+    return table[options.command](options, overrides)
 
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:

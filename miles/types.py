@@ -205,7 +205,9 @@ class Signal:
     credit: Tensor  # [S] float32
     old_logprobs: Tensor | None = None  # [N] float32; None: the update's own forward, detached
     ref_logprobs: Tensor | None = None  # [N] float32, under the frozen reference
-    correction_weights: Tensor | None = None  # [N] float32, old/behavior truncated or masked; None: 1, or the update's own
+    correction_weights: Tensor | None = (
+        None  # [N] float32, old/behavior truncated or masked; None: 1, or the update's own
+    )
     values: Tensor | None = None  # [N] float32, the critic's at the start of the step
     returns: Tensor | None = None  # [N] float32, the critic's targets
     ref_values: Tensor | None = None  # [N] float32

@@ -82,7 +82,9 @@ def main() -> None:
         for row in args.rows:
             begun = time.perf_counter()
             results["rows"][row] = train(folder, row, **settings(row))
-            print(f"{row:24s} rise {results['rows'][row]['rise']:+.2f}  {time.perf_counter() - begun:.1f} s", flush=True)
+            print(
+                f"{row:24s} rise {results['rows'][row]['rise']:+.2f}  {time.perf_counter() - begun:.1f} s", flush=True
+            )
         seconds = time.perf_counter() - started
         controls = {"shuffled rewards": {"reward": shuffled}, "learning rate 0": {"learner.learning_rate": 0.0}}
         for label, changes in controls.items():

@@ -55,10 +55,8 @@ def run_trl(side: str, python: Path, model: str, rows: Path, steps: int, seed: i
 def run_miles(side: str, steps: int, seed: int, folder: Path) -> dict:
     recipe = {"grpo": "recipes/quickstart.toml", "ppo": "recipes/ppo_arithmetic.toml"}[side]
     run_dir = folder / f"miles_{side}_{seed}"
-    execute(
-        [sys.executable, "-m", "miles", "train", recipe, "--run", str(run_dir), "--algorithm.steps", str(steps)]
-        + ["--run.seed", str(seed), *COMMON]
-    )
+    args = ["--algorithm.steps", str(steps), "--run.seed", str(seed)]
+    execute([sys.executable, "-m", "miles", "train", recipe, "--run", str(run_dir), *COMMON, *args])
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     ends, total = [], 0.0
     for row in rows:
@@ -135,7 +133,9 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=["grpo", "ppo"], choices=["grpo", "ppo"])
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     args = parser.parse_args()
-    results: dict[str, object] = {"machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"}
+    results: dict[str, object] = {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, rows = prepare(folder)

@@ -288,13 +288,16 @@ class Objective:
         token: TokenLoss,
         correction: Tensor | None,
     ) -> dict[str, Tensor]:
-        """kl_ref: k1 of pi to ref. kl_old, kl_behavior: k3 of old, and of mu, to pi. None of the three is clamped."""
+        """kl_ref: k1 of pi to ref. kl_old: k3 of old to pi. kl_behavior: k3 of mu to old, so that a gap between engine and
+        learner is not mixed with the updates of the step; to pi where old is mu. None of the three is clamped.
+        """
         now, behavior = logprobs.detach(), gathered.behavior_logprobs
+        policy = now if self.correction_mode == "bypass" else old
         out = {
             "ratio": bounded_exp(now - old),
             **token.metrics,
             "kl_old": k3(old - now),
-            "kl_behavior": k3(behavior - now),
+            "kl_behavior": k3(behavior - policy),
         }
         if ref is not None:
             out["kl_ref"] = k1(now - ref)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from miles.buffer.store import LedgerSettings, Store, encode_summary
 from miles.buffer.stream import PromptStream
-from miles.buffer.summary import summarise
+from miles.buffer.summary import summarise, version_range
 from miles.buffer.wire import Frame, GroupRefused
 from miles.errors import ExperienceError, LeaseLost
 from miles.types import Group, Lease
@@ -241,13 +241,14 @@ class Leases:
     def _check(self, group: Group, row: sqlite3.Row) -> None:
         """What only the ledger knows of a group. Raises GroupRefused."""
         version, where = self.store.state().weight_version, f"ordinal {group.ordinal}"
+        oldest, newest = version_range(group)
         if group.row != row["row"]:
             raise GroupRefused(f"{where} stands for row {row['row']} of the data, the group says row {group.row}")
-        if group.version_max > version:
-            raise GroupRefused(f"{where}: tokens of version {group.version_max}, but the newest version is {version}")
-        if group.version_min < row["min_version"]:
+        if newest > version:
+            raise GroupRefused(f"{where}: tokens of version {newest}, but the newest version is {version}")
+        if oldest < row["min_version"]:
             raise GroupRefused(
-                f"{where}: tokens of version {group.version_min}, older than {row['min_version']}, the lease's min_version: "
+                f"{where}: tokens of version {oldest}, older than {row['min_version']}, the lease's min_version: "
                 "sample it again with newer weights"
             )
         if self.settings.group_size is not None and len(group.samples) != self.settings.group_size:
@@ -266,8 +267,7 @@ class Leases:
             (
                 self.store.run,
                 group.ordinal,
-                group.version_min,
-                group.version_max,
+                *version_range(group),
                 len(group.samples),
                 statistics.fmean(rewards) if rewards else None,
                 statistics.stdev(rewards) if len(rewards) > 1 else None,

@@ -75,9 +75,9 @@ class Manifests:
                 f"{state.next_step - 1} are taken; the next version can only be {state.weight_version + 1}, after its manifest"
             )
         self._store.db.execute(
-            "UPDATE prompt SET state = 'trained' WHERE run = ?1 AND ordinal IN "
-            "(SELECT ordinal FROM manifest WHERE run = ?1 AND step = ?2)",
-            (self._store.run, version - 1),
+            "UPDATE prompt SET state = 'trained' WHERE run = ? AND ordinal IN "
+            "(SELECT ordinal FROM manifest WHERE run = ? AND step = ?)",
+            (self._store.run, self._store.run, version - 1),
         )
         self._store.db.execute("UPDATE run SET weight_version = ? WHERE id = ?", (version, self._store.run))
 

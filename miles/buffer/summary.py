@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, compress
 
 from miles.types import FinishedGroup, Group, Sample
 
@@ -26,8 +27,15 @@ def summarise(group: Group, reason: str | None) -> FinishedGroup:
         truncated=tuple(sample.truncated for sample in group.samples),
         unique_fraction=len(set(completions)) / len(completions),
         repeat_fraction=math.fsum(map(_repeated, completions)) / len(completions),
-        version_min=group.version_min,
+        version_min=version_range(group)[0],
     )
+
+
+def version_range(group: Group) -> tuple[int, int]:
+    """(version_min, version_max) of a group, in one pass. Raises ValueError where nothing was sampled."""
+    segments = (segment for sample in group.samples for segment in sample.segments)
+    versions = set().union(*(segment.versions for segment in segments)) - {-1}
+    return min(versions), max(versions)
 
 
 def unfinished(ordinal: int, reason: str) -> FinishedGroup:
@@ -46,13 +54,13 @@ def unfinished(ordinal: int, reason: str) -> FinishedGroup:
 
 
 def _sampled(sample: Sample) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(token for token, trained in zip(segment.token_ids, segment.loss_mask, strict=True) if trained)
-        for segment in sample.segments
-    )
+    return tuple(tuple(compress(segment.token_ids, segment.loss_mask)) for segment in sample.segments)
 
 
 def _repeated(segments: tuple[tuple[int, ...], ...]) -> float:
-    tokens = [token for segment in segments for token in segment]
-    ngrams = [tuple(tokens[start : start + NGRAM]) for start in range(len(tokens) - NGRAM + 1)]
-    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+    tokens = list(chain.from_iterable(segments))
+    count = len(tokens) - NGRAM + 1
+    if count < 1:
+        return 0.0
+    distinct = set(zip(*(tokens[start : start + count] for start in range(NGRAM)), strict=True))
+    return 1 - len(distinct) / count

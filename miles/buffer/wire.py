@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from itertools import compress
 
 import msgspec
 
@@ -134,13 +135,21 @@ def _check_segment(segment: Segment, where: str, vocabulary: int) -> None:
         raise GroupRefused(
             f"{where}: behavior_logprobs[{place}] is {segment.behavior_logprobs[place]}: it must be finite"
         )
-    for place, (sampled, logprob, version) in enumerate(
-        zip(segment.loss_mask, segment.behavior_logprobs, segment.versions, strict=True)
-    ):
-        if sampled and version < 0:
-            raise GroupRefused(f"{where}: token {place} was sampled, but its version is {version}")
-        if not sampled and (version != -1 or logprob != 0.0):
-            raise GroupRefused(
-                f"{where}: token {place} was not sampled, so its version must be -1 and its log-probability 0.0; they are "
-                f"{version} and {logprob}"
-            )
+    _check_unsampled(segment, where)
+
+
+def _check_unsampled(segment: Segment, where: str) -> None:
+    """Versions and log-probabilities say the same as the loss mask about which tokens were sampled."""
+    unsampled = [not sampled for sampled in segment.loss_mask]
+    if any(version < 0 for version in set(compress(segment.versions, segment.loss_mask))):
+        pairs = zip(segment.loss_mask, segment.versions, strict=True)
+        place = next(i for i, (sampled, version) in enumerate(pairs) if sampled and version < 0)
+        raise GroupRefused(f"{where}: token {place} was sampled, but its version is {segment.versions[place]}")
+    if set(compress(segment.versions, unsampled)) <= {-1} and not any(compress(segment.behavior_logprobs, unsampled)):
+        return
+    triples = zip(unsampled, segment.versions, segment.behavior_logprobs, strict=True)
+    place = next(i for i, (free, version, logprob) in enumerate(triples) if free and (version != -1 or logprob != 0.0))
+    raise GroupRefused(
+        f"{where}: token {place} was not sampled, so its version must be -1 and its log-probability 0.0; they are "
+        f"{segment.versions[place]} and {segment.behavior_logprobs[place]}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from math import isqrt
 
 from miles.config.names import is_hub_id, is_local
 from miles.config.schema import Recipe
@@ -48,7 +49,7 @@ def _minibatches(recipe: Recipe) -> Iterator[str]:
     groups, parts = recipe.algorithm.groups_per_step, recipe.learner.minibatches
     if groups % parts == 0:
         return
-    divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+    divisors = _divisors(groups)
     lower, higher = max(n for n in divisors if n < parts), [n for n in divisors if n > parts]
     legal = f"{lower} or {higher[0]}" if higher else f"{lower}"
     multiples = [n for n in (groups // parts * parts, (groups // parts + 1) * parts) if n]
@@ -56,6 +57,12 @@ def _minibatches(recipe: Recipe) -> Iterator[str]:
         f"learner.minibatches = {parts} does not divide algorithm.groups_per_step = {groups}: set learner.minibatches to "
         f"{legal}, or algorithm.groups_per_step to {' or '.join(map(str, multiples))}."
     )
+
+
+def _divisors(number: int) -> list[int]:
+    """In ascending order; of absurdly large numbers only some."""
+    small = [n for n in range(1, min(isqrt(number), 10**5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _rewards(recipe: Recipe) -> Iterator[str]:

@@ -106,7 +106,8 @@ def _save_weights(
     # around the same parameters with a config of its own.
     shell = copy.copy(model)
     shell.config = copy.deepcopy(model.config)
-    shell.generation_config = type(model.generation_config)() if model.can_generate() else None
+    if model.can_generate():
+        shell.generation_config = type(model.generation_config)()
     state = _complete(model, weights)
     if dtype is not None:
         cast = {id(tensor): tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in state.values()}

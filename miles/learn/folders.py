@@ -108,14 +108,14 @@ def read_seal(folder: Path, manifest: str) -> dict[str, Any]:
         raw = (folder / manifest).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"{folder / manifest} is missing") from error
+    altered = Damaged(f"{folder / manifest} is altered: it does not match its own SHA-256")
     try:
         content = json.loads(raw)
         content.pop("sha256")
-        intact = _manifest_bytes(content) == raw
-    except (ValueError, KeyError, AttributeError, TypeError):
-        intact = False
-    if not intact:
-        raise Damaged(f"{folder / manifest} is altered: it does not match its own SHA-256")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise altered from error
+    if _manifest_bytes(content) != raw:
+        raise altered
     return content
 
 

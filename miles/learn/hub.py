@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi, hf_hub_download, is_offline_mode, try_to_load_from_cache
+
+# HTTPError is the client's own: which HTTP library it stands on differs between versions of huggingface_hub.
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -65,8 +67,9 @@ def find_commit(section: Model, weights: bool, hub: Hub) -> tuple[str, bool]:
     name, revision = section.name, section.revision
     if section.trust_remote_code and not _COMMIT.fullmatch(revision or ""):
         raise ModelError(
-            f"model.revision = {revision!r} can move to other code: model.trust_remote_code needs the commit of "
-            f"{name!r} that was read, 40 hexadecimal digits."
+            f"model.trust_remote_code runs code that comes with {name!r}, and model.revision = {revision or 'none'} does "
+            "not pin it: set model.revision to a commit of 40 hexadecimal digits that was read, or leave "
+            "trust_remote_code out."
         )
     if hub.offline:
         return _from_cache(section, hub, "the hub is switched off (HF_HUB_OFFLINE)"), True

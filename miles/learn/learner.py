@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,20 +89,14 @@ class Learner:
 
     def score(self, step: Step) -> Signal:
         """The forwards that the algorithm asks for, without gradient; then credit and advantage over the whole step."""
-        objective = self.objective
-        old = self._column(step) if objective.needs_old else None
-        ref = self._column(step) if self.reference is not None else None
-        values = self._column(step) if self.critic is not None else None
-        if old is not None or ref is not None or values is not None:
-            with torch.no_grad(), self._blocks.active():
-                for batch in self._batches(step, step.samples):
-                    if old is not None:
-                        _fill(old, batch, policy_logprobs(self.model, batch, self.compute, with_entropy=False)[0])
-                    if ref is not None:
-                        _fill(ref, batch, policy_logprobs(self.reference, batch, self.compute, with_entropy=False)[0])
-                    if values is not None:
-                        _fill(values, batch, self.critic.values(batch, self.compute))
-        return objective.signal(move(step.table, self.device), old, ref, values, beta=self.beta)
+        old = self.logprobs(step) if self.objective.needs_old else None
+        ref = None if self.reference is None else self._scored(step, self._reader(self.reference))
+        values = None if self.critic is None else self._scored(step, lambda b: self.critic.values(b, self.compute))
+        return self.objective.signal(move(step.table, self.device), old, ref, values, beta=self.beta)
+
+    def logprobs(self, step: Step) -> Tensor:
+        """[N] float32, of the policy as it is now, at the sampling temperature, in the order of the step's table."""
+        return self._scored(step, self._reader(self.model))
 
     def update(self, step: Step, signal: Signal) -> dict[str, float]:
         """epochs * minibatches updates, in each the critic first; the version is one higher afterwards.
@@ -245,8 +239,16 @@ class Learner:
         for batch in pack(step, samples, self.layout):
             yield move(batch, self.device)
 
-    def _column(self, step: Step) -> Tensor:
-        return torch.zeros(len(step.table.sample_ids), device=self.device)
+    def _scored(self, step: Step, read: Callable[[Batch], Tensor]) -> Tensor:
+        """[N], from a forward of every batch without gradient that gives [T]."""
+        column = torch.zeros(len(step.table.sample_ids), device=self.device)
+        with torch.no_grad(), self._blocks.active():
+            for batch in self._batches(step, step.samples):
+                column[batch.slots[batch.loss_mask]] = read(batch)[batch.loss_mask]
+        return column
+
+    def _reader(self, model: PreTrainedModel) -> Callable[[Batch], Tensor]:
+        return lambda batch: policy_logprobs(model, batch, self.compute, with_entropy=False)[0]
 
     def _layout(self) -> Layout:
         packing = probe_packing(self.model)
@@ -288,7 +290,3 @@ def attention_half(model: PreTrainedModel, block_weights: int) -> float:
     config = model.config.get_text_config()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return max(64.0, 0.65 * block_weights / (2 * config.num_attention_heads * head))
-
-
-def _fill(column: Tensor, batch: Batch, values: Tensor) -> None:
-    column[batch.slots[batch.loss_mask]] = values[batch.loss_mask]

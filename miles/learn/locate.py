@@ -51,14 +51,10 @@ class Source:
 def locate(section: Model, weights: bool = True, hub: Hub | None = None) -> Source:
     """Find the files behind `model.name`, at one commit where they come from the hub.
 
-    Without `weights` nothing is said about weight files. Raises ModelError.
+    Without `weights` nothing is said about weight files. `model.revision` is for the hub: a folder is what it is.
+    Raises ModelError.
     """
     name = section.name
-    if section.trust_remote_code and section.revision is None:
-        raise ModelError(
-            f"model.trust_remote_code runs Python code that comes with {name!r}: pin what was read with "
-            "model.revision = COMMIT, or leave trust_remote_code out."
-        )
     if name == cache.SMOLLM2:
         return Source(str(cache.smollm2_folder(weights)))
     folder = Path(name).expanduser()

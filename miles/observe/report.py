@@ -24,7 +24,7 @@ from miles.observe.report_charts import (
     time_chart,
 )
 from miles.observe.report_samples import samples_html
-from miles.observe.rows import series, value_of
+from miles.observe.rows import Row, series, value_of
 from miles.observe.rundir import FINAL_FOLDER, RunData, read_run
 from miles.observe.text import duration, gibibytes, number, printable
 from miles.observe.warnings import find_warnings
@@ -140,11 +140,11 @@ def _tiles(data: RunData) -> str:
     return f'<div class="tiles">{"".join(tiles)}</div>' if any(tiles) else ""
 
 
-def _change(data: RunData, rows: Sequence[object], key: str, name: str, note: str, main: bool) -> str:
-    ends = first_and_last(rows, key)  # type: ignore[arg-type]
+def _change(data: RunData, rows: Sequence[Row], key: str, name: str, note: str, main: bool) -> str:
+    ends = first_and_last(rows, key)
     if ends is None:
         return ""
-    many = len(series(rows, key, "version")) > 1  # type: ignore[arg-type]
+    many = len(series(rows, key, "version")) > 1
     value = f"<small>{_score(ends[0])} →</small> {_score(ends[1])}" if many else _score(ends[0])
     return _tile(name, value, note if many else f"{note}; one measurement so far".lstrip("; "), main)
 

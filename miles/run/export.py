@@ -19,7 +19,9 @@ def export_command(run_dir: Path, to: Path, merge: bool) -> int:
     check_target(to)
     path = checkpoint.newest(run_dir / CHECKPOINTS)
     if path is None:
-        raise RunDirError(f"{run_dir} has no complete checkpoint yet, so no trained weights to export: train longer, or resume it")
+        raise RunDirError(
+            f"{run_dir} has no complete checkpoint yet, so no trained weights to export: train longer, or resume it"
+        )
     model = load_model(recipe.model, seed=recipe.run.seed)
     learner = Learner(model, recipe, device="cpu")
     tensors, state = checkpoint.load(path)

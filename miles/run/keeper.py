@@ -91,10 +91,13 @@ class RunKeeper:
         with self.interrupts.whole():
             tensors, state = self.learner.state()
             root = self.run_dir / CHECKPOINTS
-            path = checkpoint.save(root, self.learner.version, tensors, {"learner": state, "random": checkpoint.random_state()})
+            checkpoint.save(
+                root, self.learner.version, tensors, {"learner": state, "random": checkpoint.random_state()}
+            )
             self.saved_version = self.learner.version
             checkpoint.prune(root, self.recipe.run.keep_checkpoints)
-            self.buffer.commit(self.learner.version, path)
+            oldest = min((checkpoint.version_of(kept), kept) for kept in root.glob("step_*"))
+            self.buffer.commit(*oldest)
 
     def _evaluation_due(self) -> bool:
         every = self.recipe.eval.every

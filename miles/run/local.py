@@ -23,6 +23,7 @@ from miles.config.schema import Recipe
 from miles.engine.inprocess import InProcessEngine
 from miles.errors import MilesError, TrainingAborted
 from miles.learn import checkpoint
+from miles.learn.export import check_target
 from miles.learn.learner import Learner
 from miles.learn.load import describe, load_model
 from miles.loop import train
@@ -56,6 +57,8 @@ class LocalLauncher:
 
     def launch(self) -> int:
         check_run_dir(self.run_dir, self.recipe, self.resume)
+        for name in ("final", "best"):
+            check_target(self.run_dir / name)
         torch.set_num_threads(self.recipe.run.threads or 1)
         model = load_model(self.recipe.model, seed=self.recipe.run.seed, device=device_of(self.recipe))
         write_config(self.run_dir, self.recipe)
@@ -72,7 +75,9 @@ class LocalLauncher:
             train(keeper.learner, keeper.buffer, self._publisher, keeper)
         except Interrupted as interrupted:
             keeper.save_checkpoint()
-            self.view.message(f"stopped by a signal; a checkpoint is in {self.run_dir / CHECKPOINTS}: continue with --resume")
+            self.view.message(
+                f"stopped by a signal; a checkpoint is in {self.run_dir / CHECKPOINTS}: continue with --resume"
+            )
             return interrupted.exit_code
         except TrainingAborted:
             keeper.save_checkpoint()
@@ -93,7 +98,11 @@ class LocalLauncher:
         )  # fmt: skip
         episodes = Episodes(inputs.environment, engine, inputs.rewards, inputs.sampling, inputs.renderer.text)
         stream = PromptStream(
-            len(inputs.train), recipe.run.seed, recipe.data.shuffle, recipe.algorithm.groups_per_step, recipe.data.epochs
+            len(inputs.train),
+            recipe.run.seed,
+            recipe.data.shuffle,
+            recipe.algorithm.groups_per_step,
+            recipe.data.epochs,
         )
         with ExitStack() as stack:
             runner = stack.enter_context(asyncio.Runner())
@@ -111,7 +120,17 @@ class LocalLauncher:
             self._show_start(start, learner.version)
             evaluate = functools.partial(self._evaluate, runner, episodes) if len(inputs.held_out) else None
             yield RunKeeper(
-                recipe, self.run_dir, learner, buffer, model, inputs.tokenizer, evaluate, recorder, self.view, interrupts, saved
+                recipe,
+                self.run_dir,
+                learner,
+                buffer,
+                model,
+                inputs.tokenizer,
+                evaluate,
+                recorder,
+                self.view,
+                interrupts,
+                saved,
             )
 
     def _restore(self, learner: Learner) -> int:
@@ -136,7 +155,9 @@ class LocalLauncher:
         data = self.inputs.data_hash
         return {"recipe": fixed_hash(self.recipe), "data": data, "weights": start["weights_sha256"]}
 
-    def _collect(self, runner: asyncio.Runner, stream: PromptStream, episodes: Episodes, buffer: EmbeddedBuffer) -> None:
+    def _collect(
+        self, runner: asyncio.Runner, stream: PromptStream, episodes: Episodes, buffer: EmbeddedBuffer
+    ) -> None:
         collector = Collector(buffer, stream, self.inputs.train, episodes, recipe=self.recipe, row=self.row)
         runner.run(collector.run())
 
@@ -164,5 +185,3 @@ def device_of(recipe: Recipe) -> torch.device:
     if recipe.run.device == "cuda" and not found:
         raise MilesError("run.device = 'cuda', but this machine has no usable GPU: set it to 'auto' or 'cpu'")
     return torch.device("cuda" if recipe.run.device != "cpu" and found else "cpu")
-
-

@@ -31,10 +31,25 @@ def logs_to(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         file.close()
 
 
+@contextmanager
+def said(say: Callable[[str], None]) -> Iterator[None]:
+    """While active, records of `miles` from INFO up are said: what happens before there is a run directory."""
+    logger, handler = logging.getLogger("miles"), _Said(say, logging.INFO)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 class _Said(logging.Handler):
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, say: Callable[[str], None], level: int = logging.WARNING) -> None:
+        super().__init__(level)
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._say(f"{record.levelname.lower()}: {record.getMessage()}")
+        warns = record.levelno >= logging.WARNING
+        self._say(f"{record.levelname.lower()}: {record.getMessage()}" if warns else record.getMessage())

@@ -59,7 +59,12 @@ def prepare(
     context, new_tokens = context_length(config), recipe.rollout.max_new_tokens
     environment, scores = build_environment(recipe, renderer, task=task, context=context)
     split = split_held_out(
-        recipe.eval, recipe.data, data, task=task, seed=recipe.run.seed, whole_rows=task is not None and task.max_turns > 1
+        recipe.eval,
+        recipe.data,
+        data,
+        task=task,
+        seed=recipe.run.seed,
+        whole_rows=task is not None and task.max_turns > 1,
     )
     train, train_note = fit_prompts(split.train, renderer, recipe.data, context=context, max_new_tokens=new_tokens)
     held_out, held_note = split.held_out, None

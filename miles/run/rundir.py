@@ -45,7 +45,9 @@ def write_config(run_dir: Path, recipe: Recipe) -> None:
         part.write_text(dump_toml(recipe), encoding="utf-8")
         part.replace(config)
     except OSError as error:
-        raise RunDirError(f"cannot write {config}: {error.strerror or error}; choose another --run directory") from error
+        raise RunDirError(
+            f"cannot write {config}: {error.strerror or error}; choose another --run directory"
+        ) from error
 
 
 def stored_recipe(run_dir: Path) -> Recipe:

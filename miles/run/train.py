@@ -13,6 +13,7 @@ from miles.observe.live import LiveView
 from miles.observe.report import write_report
 from miles.observe.rows import METRICS_FILE, read_rows
 from miles.run.local import LocalLauncher
+from miles.run.logs import said
 from miles.run.prepare import RewardArgument, prepare
 from miles.run.recipes import inspect
 from miles.run.rundir import check_run_dir, default_run_dir
@@ -66,7 +67,8 @@ def start_run(
     view = LiveView(recipe.log.live)
     for warning in resolved.warnings:
         view.message(f"warning: {warning}")
-    inputs = prepare(recipe, rows=rows, reward=reward)
+    with said(view.message):
+        inputs = prepare(recipe, rows=rows, reward=reward)
     code = LocalLauncher(recipe, resolved.row, inputs, target, resume, view).launch()
     return TrainedRun(target, code)
 

@@ -19,9 +19,7 @@ def right_answers(folder: Path) -> int:
     assert not report["missing_keys"], report
     assert not report["unexpected_keys"], report
     sums = [(a, b) for a in range(10) for b in range(10)]
-    chats = [
-        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{a} + {b} ="}] for a, b in sums
-    ]
+    chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{a} + {b} ="}] for a, b in sums]
     inputs = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )

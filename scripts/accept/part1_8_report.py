@@ -11,10 +11,17 @@ from pathlib import Path
 
 from common import MILES, ROOT, check, finish, run
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --virtual-time-budget=4000"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--virtual-time-budget=4000",
+]
 
 
 def main() -> None:

@@ -77,13 +77,15 @@ def test_the_stream_ends(open_ledger: Open) -> None:
     assert ledger.lease(9, "w", 60.0) == []
 
 
-def test_released_prompts_come_first_and_the_try_does_not_count(open_ledger: Open) -> None:
-    ledger = open_ledger(3, max_attempts=1)
+def test_released_prompts_come_first_and_the_try_does_not_count(open_ledger: Open, clock: Any) -> None:
+    ledger = open_ledger(3, max_attempts=2)
     for _ in range(5):
         first = ledger.lease(1, "w", 60.0)[0]
         assert first.ordinal == 0
         ledger.release(first)
         ledger.release(first)  # twice is once
+    ledger.lease(1, "w", 60.0)
+    clock.now += 61  # the first try that counts
     leases = ledger.lease(9, "w", 60.0)
     assert ordinals(leases) == [0, 1, 2]
     with pytest.raises(LeaseLost, match=r"ordinal 0 is leased, and the lease .* does not hold it"):

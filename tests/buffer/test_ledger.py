@@ -14,6 +14,7 @@ import pytest
 
 from miles.buffer.ledger import Ledger, LedgerReader
 from miles.buffer.reading import StepStats
+from miles.buffer.segments import Segments
 from miles.buffer.store import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.errors import ConfigError, ExperienceError, RunDirError
@@ -169,6 +170,30 @@ def test_groups_come_back_inline_and_from_segments(
     assert reader.group(1) == groups[1]
     assert reader.verify() == 1
     reader.close()
+
+
+def test_a_group_whose_bytes_cannot_be_synced_is_not_stored(
+    open_ledger: Open, make_group: Callable[..., Group], tmp_path: Path
+) -> None:
+    class Unsynced(Segments):
+        fired = 0
+
+        def sync(self) -> None:
+            self.fired += 1
+            raise OSError("Input/output error")
+
+    ledger = open_ledger(2, inline_bytes=100)
+    first, second = ledger.lease(2, "w", 60.0)
+    whole, ledger._store.segments = ledger._store.segments, Unsynced(tmp_path / "segments")
+    for call in (lambda: ledger.put(first, make_group(0, 0)), lambda: ledger.drop(second, "short", make_group(1, 1))):
+        with pytest.raises(ExperienceError, match=r"\(Input/output error\): nothing that it had acknowledged is lost"):
+            call()
+    assert ledger._store.segments.fired == 2
+    assert (ledger.stats().leased, ledger.stats().ready, ledger.stats().dropped) == (2, 0, 0)
+    ledger._store.segments.close()
+    ledger._store.segments = whole
+    assert ledger.put(first, make_group(0, 0)) is True
+    assert ledger.group(0) == make_group(0, 0)
 
 
 def test_put_many_is_all_or_nothing(open_ledger: Open, make_group: Callable[..., Group]) -> None:

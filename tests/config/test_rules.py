@@ -104,6 +104,11 @@ def test_contradictions(changes: dict[str, Any], sentence: str) -> None:
     assert rule_problems(recipe(**changes)) == [sentence]
 
 
+def test_absurdly_large_numbers_are_judged_at_once() -> None:
+    (problem,) = rule_problems(recipe(algorithm__groups_per_step=2**61 + 1, learner__minibatches=2**40))
+    assert "does not divide" in problem
+
+
 @pytest.mark.parametrize(
     ("groups", "minibatches", "fits"), [(6, 1, True), (6, 6, True), (6, 3, True), (6, 4, False), (1, 2, False)]
 )

@@ -90,11 +90,7 @@ def test_the_temperature_divides_the_policys_logits_and_not_the_values(groups):
 
 
 def test_labels_of_one_state_share_its_logits(groups):
-    made = [
-        groups.group(
-            0, [groups.sample(groups.segment([([1, 4, 5], False), ([k], True)])) for k in (7, 8, 7, 9)]
-        )
-    ]
+    made = [groups.group(0, [groups.sample(groups.segment([([1, 4, 5], False), ([k], True)])) for k in (7, 8, 7, 9)])]
     step = groups.step(made)
     (batch,) = pack(step, step.samples, groups.TREE)
     reads = Reads.of(batch)

@@ -269,7 +269,7 @@ import sys
 from miles.config.schema import Model
 from miles.learn.load import load_model
 
-print(load_model(Model(name=sys.argv[1], trust_remote_code=True, revision="as I read it"), seed=0).ran)
+print(load_model(Model(name=sys.argv[1], trust_remote_code=True), seed=0).ran)
 """
 
 

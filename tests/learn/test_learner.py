@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -69,13 +70,13 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_step_does_not_depend_on_how_its_tokens_are_packed(groups, row):
-    """Gradient norms, losses and every other metric, and the weights after two steps, to 1e-5."""
+    """Gradient norms, losses and every other metric, and the weights after two updates or four, to 1e-5."""
     made = off_policy(groups)
     results = {}
     for name, keys in PLACEMENTS.items():
         # A large epsilon keeps AdamW from turning a difference of 1e-9 in a tiny gradient into a whole step.
         one = learner(groups, algorithm__name=row, learner__eps=1e-3, **ROWS[row], **keys)
-        rows = train(one, made, steps=2)
+        rows = train(one, made, steps=1 if one.recipe.learner.epochs > 1 else 2)
         results[name] = ([comparable(r) for r in rows], weights(one))
     rows, expected = results["one batch"]
     assert moved(expected, weights(learner(groups))) > 1e-3
@@ -95,7 +96,7 @@ def test_a_step_on_separate_rows_is_plain_transformers(groups, family):
     row = train(one, made)[0]
 
     table = groups.step(made).table
-    logprobs, entropy = groups.plain_table(model, made)
+    logprobs, _ = groups.plain_table(model, made)
     rewards = table.rewards
     means = torch.stack([rewards[table.group_ids == g].mean() for g in table.group_ids])
     advantage = (rewards - means)[table.sample_ids]
@@ -163,7 +164,7 @@ def test_samples_without_advantage_are_left_out_and_change_nothing(groups):
     made = [made[0], solved, *made[2:]]
     one = learner(groups, learner__eps=1e-3)
     row = train(one, made)[0]
-    kept = row["tokens/trained"] - sum(s.num_trained for s in solved.samples)
+    kept = sum(s.num_trained for g in made for s in g.samples if len(set(g.rewards)) > 1)
     assert row["tokens/scored"] == kept < row["tokens/trained"]
 
     whole = learner(groups, learner__eps=1e-3)
@@ -221,8 +222,6 @@ class PeakBytes(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
     def count(self, tensor):
-        import weakref
-
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.live:
@@ -238,6 +237,7 @@ class PeakBytes(torch.utils._python_dispatch.TorchDispatchMode):
 def peak(groups, count, limit):
     made = groups.draw(count=count, size=4, longest=8)
     one = learner(groups, algorithm__groups_per_step=count, learner__tokens_per_microbatch=limit)
+    train(one, made)  # the optimizer's moments are there from then on
     step = one.pack(made)
     signal = one.score(step)
     with PeakBytes() as counter:
@@ -246,9 +246,16 @@ def peak(groups, count, limit):
 
 
 def test_memory_grows_with_the_tokens_of_a_batch_and_not_with_the_step(groups):
-    small, twice, wide = peak(groups, 8, 128), peak(groups, 16, 128), peak(groups, 16, 512)
-    assert twice < 1.1 * small
-    assert wide > 1.5 * small
+    small, four_times, wide = (peak(groups, count, limit) for count, limit in ((12, 128), (48, 128), (48, 512)))
+    assert four_times < 1.15 * small
+    assert wide > 2 * small
+
+
+def test_log_probabilities_of_the_policy_stand_in_the_order_of_the_table(groups):
+    made = groups.draw(count=3)
+    one = learner(groups, learner__tokens_per_microbatch=50)
+    expected, _ = groups.plain_table(one.model, made)
+    assert (one.logprobs(one.pack(made)) - expected).abs().max() < 1e-5
 
 
 # --- roles ---------------------------------------------------------------------------------------------------------
@@ -262,7 +269,7 @@ def test_the_reference_stays_what_it_was_and_the_policy_leaves_it(groups):
     rows = train(one, made, steps=5)
     assert torch.equal(one.score(step).ref_logprobs, at_start)
     assert rows[0]["kl/ref"] == pytest.approx(0, abs=1e-6)
-    assert rows[-1]["kl/ref"] > 1e-3
+    assert abs(rows[-1]["kl/ref"]) > 1e-3
 
 
 def test_a_kl_in_the_loss_moves_the_policy_without_any_advantage(groups):
@@ -289,20 +296,23 @@ def test_the_reference_follows_every_so_many_steps(groups):
 
 
 def test_beta_follows_its_target_by_at_most_a_fifth(groups):
-    keys = {"algorithm__beta": 0.5, "algorithm__kl_target": 1e-6, "algorithm__kl_horizon": 16}
+    """beta *= 1 + clip(KL/target - 1, -.2, .2) * samples / horizon, here 16 / 32."""
+    keys = {"algorithm__beta": 0.5, "algorithm__kl_target": 0.01, "algorithm__kl_horizon": 32}
     one = learner(groups, algorithm__kl_place="loss", **keys)
-    rows = train(one, off_policy(groups), steps=3)
-    # The first step's KL is 0, so far below the target; later ones lie far above it. 16 samples over a horizon of 16.
-    assert [row["kl/beta"] for row in rows] == pytest.approx([0.5, 0.5 * 0.8, 0.5 * 0.8 * 1.2], rel=1e-6)
-    assert one.beta == pytest.approx(0.5 * 0.8 * 1.2 * 1.2)
+    rows = train(one, off_policy(groups), steps=4)
+    expected = [0.5]
+    for row in rows:
+        expected.append(expected[-1] * (1 + max(-0.2, min(0.2, row["kl/ref"] / 0.01 - 1)) / 2))
+    assert [*(row["kl/beta"] for row in rows), one.beta] == pytest.approx(expected)
+    assert expected[1] == pytest.approx(0.45), "the first step's KL is 0, far below the target"
 
 
 def test_ppo_reads_values_of_the_critic_at_the_start_of_the_step(groups):
-    one = learner(groups, algorithm__name="ppo", learner__epochs=2)
+    one = learner(groups, algorithm__name="ppo", learner__epochs=2, learner__learning_rate=1e-3)
     made = off_policy(groups)
-    rows = train(one, made, steps=3)
+    rows = train(one, made, steps=4)
     assert rows[0]["value/mean"] != 0, "its second epoch sees values that have moved"
-    assert rows[0]["lr/critic"] == 5 * RATE
+    assert rows[0]["lr/critic"] == 5e-3
     assert rows[0]["grad_norm/critic"] > 0
     assert rows[-1]["loss/value"] < rows[0]["loss/value"]
     assert {"value/clip_fraction", "value/explained_variance", "kl/ref"} <= rows[-1].keys()

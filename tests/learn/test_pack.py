@@ -76,7 +76,9 @@ def test_the_documented_example(groups):
 def test_equal_answers_cost_nothing_and_a_system_prompt_stands_once_in_a_row(groups):
     answers = [[10, 2], [10, 2], [11, 12, 2]]
     made = [
-        groups.group(g, [groups.sample(groups.segment([([*groups.SYSTEM, 20 + g], False), (a, True)])) for a in answers])
+        groups.group(
+            g, [groups.sample(groups.segment([([*groups.SYSTEM, 20 + g], False), (a, True)])) for a in answers]
+        )
         for g in range(3)
     ]
     step = groups.step(made)
@@ -111,9 +113,7 @@ def test_the_cost_model_shares_short_rows_and_separates_long_answers(groups):
         len(part.inputs) for sample in short.segments for part in sample
     )
     long = [
-        groups.group(
-            0, [groups.sample(groups.segment([([1, 2, 3], False), ([3 + k] * 3000, True)])) for k in range(4)]
-        )
+        groups.group(0, [groups.sample(groups.segment([([1, 2, 3], False), ([3 + k] * 3000, True)])) for k in range(4)])
     ]
     apart = groups.step(long)
     assert not plan_rows(apart, apart.samples, replace(groups.TREE, tokens_per_batch=20000)).share

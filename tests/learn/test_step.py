@@ -65,7 +65,7 @@ def test_minibatches_are_whole_groups_drawn_anew_each_epoch_and_version():
     cuts = {(v, e): minibatches(0, v, e, 8, 4) for v in range(3) for e in range(2)}
     for parts in cuts.values():
         assert [len(part) for part in parts] == [2, 2, 2, 2]
-        assert sorted(sum(parts, [])) == list(range(8))
+        assert sorted(group for part in parts for group in part) == list(range(8))
     assert len({str(parts) for parts in cuts.values()}) == 6
     assert minibatches(0, 1, 1, 8, 4) == cuts[1, 1]
     assert minibatches(1, 1, 1, 8, 4) != cuts[1, 1]

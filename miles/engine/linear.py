@@ -1,0 +1,77 @@
+"""Matrix products whose bits for one row do not depend on how many other rows there are.
+
+A library picks another algorithm, with another order of summation, where a product has few rows, or where many rows
+make another split over threads worth while. So rows go through each weight in tiles, of widths that were found to give
+the same bits on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+STEP = 16
+"""Rows of a decode are a multiple of this, so that most products need no padding of their own."""
+
+_WIDTHS = (16, 32, 48, 64, 128, 256)
+_BASE = 48  # the width whose bits count
+_LARGE = 2**24  # of weights above this many entries (output heads) only widths that a decode needs are tried
+_DECODE_WIDTHS = 64
+
+
+class Tiles:
+    """The widths that each shape of weight allows, and the product in tiles of them."""
+
+    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+        """Measures one layer of each shape and type: a few products of up to 256 random rows."""
+        self._widths: dict[tuple[torch.Size, torch.dtype, bool], list[int]] = {}
+        for layer in layers:
+            key = layer.weight.shape, layer.weight.dtype, layer.bias is None
+            if key not in self._widths:
+                self._widths[key] = _equal_widths(layer.weight, layer.bias)
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """`layer` applied to x [..., K], K the layer's width."""
+        weight, bias = layer.weight, layer.bias
+        widths = self._widths[weight.shape, weight.dtype, bias is None]
+        flat = x.reshape(-1, x.shape[-1])
+        rows = len(flat)
+        if rows in widths:
+            return F.linear(x, weight, bias)
+        out = x.new_empty(rows, len(weight))
+        for start, stop, width in spans(rows, widths):
+            tile = flat[start:stop]
+            if stop - start < width:
+                tile = F.pad(tile, (0, 0, 0, width - (stop - start)))
+            out[start:stop] = F.linear(tile, weight, bias)[: stop - start]
+        return out.unflatten(0, x.shape[:-1])
+
+
+def spans(rows: int, widths: list[int]) -> list[tuple[int, int, int]]:
+    """(start, stop, width) of the tiles of `rows`, largest first; the last one is padded where none is that narrow."""
+    tiles, start = [], 0
+    while start < rows:
+        left = rows - start
+        width = max((w for w in widths if w <= left), default=min(widths))
+        tiles.append((start, min(start + width, rows), width))
+        start += width
+    return tiles
+
+
+@torch.inference_mode()
+def _equal_widths(weight: Tensor, bias: Tensor | None) -> list[int]:
+    """The widths that give every row, at every place, the bits that tiles of `_BASE` rows give it."""
+    most = _DECODE_WIDTHS if weight.numel() > _LARGE else _WIDTHS[-1]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(most + _BASE, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+    base = torch.cat([F.linear(tile, weight, bias) for tile in rows[: len(rows) // _BASE * _BASE].split(_BASE)])
+    widths = [_BASE]
+    for width in _WIDTHS:
+        if width <= most and width != _BASE:
+            first = torch.equal(F.linear(rows[:width], weight, bias), base[:width])
+            if first and torch.equal(F.linear(rows[:width].flip(0), weight, bias).flip(0), base[:width]):
+                widths.append(width)
+    return sorted(widths)

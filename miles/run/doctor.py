@@ -1,0 +1,135 @@
+"""`miles doctor`: what this machine is, how fast its disk makes things durable, and whether engine and learner agree."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles.config.schema import Recipe
+from miles.engine.inprocess import InProcessEngine
+from miles.env.trajectory import first_segment
+from miles.learn.learner import Learner
+from miles.learn.load import load_model
+from miles.run.local import device_of
+from miles.run.prepare import Inputs, prepare
+from miles.run.recipes import resolve
+from miles.types import Completion, Group, Sample
+
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "peft", "pydantic", "numpy")
+TINY = {
+    "model.name": "tiny-random:llama",
+    "data.source": "task:echo_digit",
+    "algorithm.steps": 1,
+    "rollout.max_new_tokens": 8,
+}
+AGREE = 1e-3  # nat, fp32: more is a fault and not rounding
+SAME_LOSS = 1e-4  # relative
+
+
+def doctor_command(recipes: Sequence[Path], overrides: Mapping[str, Any]) -> int:
+    """Print what was found; 1 when something is wrong. Without a recipe a tiny random model is looked at."""
+    recipe = resolve(recipes, overrides if recipes else {**TINY, **overrides}, os.environ)
+    print_machine(recipe)
+    torch.set_num_threads(recipe.run.threads or 1)
+    inputs = prepare(recipe)
+    model = load_model(recipe.model, seed=recipe.run.seed, device=device_of(recipe))
+    learner = Learner(model, recipe, device=device_of(recipe))
+    groups = asyncio.run(sample_groups(recipe, inputs, model))
+    healthy = print_agreement(learner, inputs, groups[0]) & print_invariance(recipe, model, groups)
+    print("everything agrees" if healthy else "something is wrong: see above")
+    return 0 if healthy else 1
+
+
+def print_machine(recipe: Recipe) -> None:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    print("packages  " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES))
+    print(
+        f"devices   {', '.join(gpus) or 'no GPU'}; this recipe uses {device_of(recipe).type}, {recipe.run.threads} threads"
+    )
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        sync = 1000 * statistics.median(_fsync_seconds(Path(folder) / "probe") for _ in range(20))
+    free = shutil.disk_usage(".").free / 2**30
+    print(f"disk      {free:.0f} GiB free here; one durable write of 64 KiB takes {sync:.1f} ms")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        print(f"ports     loopback works (tried {probe.getsockname()[1]}); this recipe opens none")
+
+
+async def sample_groups(recipe: Recipe, inputs: Inputs, model: Any, prompts: int = 2, n: int = 4) -> list[Group]:
+    """Real completions of the first prompts, with rewards that differ, so that there is something to train on."""
+    engine = InProcessEngine(
+        model, inputs.tokenizer, version=lambda: 0, end_token_ids=inputs.sampling.stop_token_ids,
+        deterministic=recipe.rollout.deterministic,
+    )  # fmt: skip
+    rendered = [inputs.renderer.prompt(row).ids for row in inputs.train[:prompts]]
+    answers = [
+        engine.generate(ids, n, inputs.sampling, [10 * p + i for i in range(n)]) for p, ids in enumerate(rendered)
+    ]
+    results = await asyncio.gather(*answers)
+    return [
+        Group(p, p, tuple(_sample(ids, completion, i) for i, completion in enumerate(completions)))
+        for p, (ids, completions) in enumerate(zip(rendered, results, strict=True))
+    ]
+
+
+def print_agreement(learner: Learner, inputs: Inputs, group: Group) -> bool:
+    """Engine and learner log-probabilities of the same tokens, side by side."""
+    step = learner.pack([group])
+    ours = learner.logprobs(step)
+    theirs = step.table.behavior_logprobs
+    tokens = [
+        token for s in group.samples for g in s.segments for token, m in zip(g.token_ids, g.loss_mask, strict=True) if m
+    ]
+    print(f"\n{'token':<16}{'engine':>10}{'learner':>10}{'difference':>12}")
+    for token, a, b in list(zip(tokens, theirs.tolist(), ours.tolist(), strict=True))[:12]:
+        print(f"{inputs.tokenizer.decode([token])!r:<16}{a:>10.5f}{b:>10.5f}{b - a:>12.1e}")
+    worst = (ours - theirs).abs().max().item()
+    agree = worst < AGREE
+    print(f"worst difference of {len(tokens)} tokens: {worst:.1e} nat" + ("" if agree else f", more than {AGREE}"))
+    if not agree:
+        print("  likely causes: another temperature or data type, or a model that the engine does not run exactly")
+    return agree
+
+
+def print_invariance(recipe: Recipe, model: Any, groups: Sequence[Group]) -> bool:
+    """The loss of the same groups, packed in one piece and in many."""
+    losses = {}
+    for tokens in (1 << 20, 64, 1):
+        section = recipe.learner.model_copy(update={"tokens_per_microbatch": tokens, "learning_rate": 0.0})
+        learner = Learner(model, recipe.model_copy(update={"learner": section}), device=device_of(recipe))
+        step = learner.pack(groups)
+        losses[tokens] = learner.update(step, learner.score(step))["grad_norm"]
+    spread = max(losses.values()) - min(losses.values())
+    same = spread <= SAME_LOSS * max(1e-6, max(losses.values()))
+    shown = ", ".join(f"{norm:.6g}" for norm in losses.values())
+    print(
+        f"gradient norm in one micro-batch, in small ones, one sample each: {shown}"
+        + ("" if same else "  <- must be equal")
+    )
+    return same
+
+
+def _sample(ids: Sequence[int], completion: Completion, place: int) -> Sample:
+    return Sample((first_segment(ids, completion),), completion.stop_reason, "", reward=float(place % 2))
+
+
+def _fsync_seconds(path: Path) -> float:
+    started = time.perf_counter()
+    with path.open("wb") as file:
+        file.write(bytes(64 << 10))
+        file.flush()
+        os.fsync(file.fileno())
+    return time.perf_counter() - started
