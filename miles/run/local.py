@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class LocalLauncher:
         """Put the parts together and bring them to the version that the run directory holds."""
         recipe, inputs = self.recipe, self.inputs
         start = describe(model)
-        learner = Learner(model, recipe, device=device_of(recipe))
+        learner = Learner(model, recipe, device=device_of(recipe), total_steps=total_steps(recipe, len(inputs.train)))
         saved = self._restore(learner)
         self._publisher = InProcessPublisher(learner.version)
         engine = InProcessEngine(
@@ -177,6 +178,13 @@ class LocalLauncher:
         rows = read_rows(self.run_dir / METRICS_FILE).rows if self.resume else []
         self.view.start(facts, recipe.algorithm.steps, version, rows)
         self.view.preview(self.inputs.preview())
+
+
+def total_steps(recipe: Recipe, rows: int) -> int | None:
+    """Steps of the run; with `data.epochs` what the rows are enough for, which drops may shorten."""
+    if recipe.data.epochs is None:
+        return recipe.algorithm.steps
+    return math.ceil(rows * recipe.data.epochs / recipe.algorithm.groups_per_step)
 
 
 def device_of(recipe: Recipe) -> torch.device:
