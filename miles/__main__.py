@@ -15,6 +15,8 @@ from miles.config import tree
 from miles.config.text import split_overrides
 from miles.errors import BadInput, ConfigError, MilesError
 from miles.run import commands
+from miles.run.interrupts import Interrupted
+from miles.run.threads import wait_passively
 
 INTERRUPTED = 130
 OVERRIDES = (
@@ -60,14 +62,15 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None, table: Mapping[str, Command] = COMMANDS) -> int:
     """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input, 3 training aborted, 130 Ctrl-C."""
+    wait_passively()
     try:
         return _run(sys.argv[1:] if arguments is None else arguments, table)
     except MilesError as error:
         print(_paragraph(error), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("miles: interrupted.", file=sys.stderr)
-        return INTERRUPTED
+        return interrupt.exit_code if isinstance(interrupt, Interrupted) else INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe (`miles check ... | head`) has seen enough; nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -34,6 +34,9 @@ def train(
     None: the task's own or the recipe's. `recipe`: a TOML file below all of these. Further keys of the recipe go by
     their dotted name: `train(..., **{"rollout.group_size": 16})`. Raises MilesError.
     """
+    from miles.run.threads import wait_passively
+
+    wait_passively()
     from miles.run.train import start_run
 
     source = str(data) if isinstance(data, str | Path) else None

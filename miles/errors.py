@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class MilesError(Exception):
     """A failure with a one-paragraph reason; commands print the message and end with `exit_code`."""
@@ -68,6 +70,10 @@ class CheckpointError(MilesError):
 
 
 class TrainingAborted(MilesError):
-    """Training stopped to protect the model (non-finite loss, poisoned data)."""
+    """Training stopped to protect the model (non-finite loss, poisoned data); `metrics` are those of the step it ended in."""
 
     exit_code = 3
+
+    def __init__(self, message: str, metrics: Mapping[str, float] | None = None) -> None:
+        super().__init__(message)
+        self.metrics = dict(metrics or {})

@@ -34,13 +34,28 @@ class LedgerReader:
     """Reads a ledger, also one that another process is writing, or that of a dead run."""
 
     def __init__(self, run_dir: Path, run: str = DEFAULT_RUN) -> None:
-        """Raises RunDirError where the directory holds no ledger, or none of this run."""
+        """Raises RunDirError where the directory holds no ledger, or none of this run; ExperienceError where it is damaged."""
         path = Path(run_dir) / LEDGER_NAME
-        store = Store(connect_readonly(path), path, Segments(path.parent / SEGMENTS_NAME), run)
-        if store.one("SELECT id FROM run WHERE id = ?") is None:
-            store.db.close()
-            raise RunDirError(f"{path} holds no run named {run!r}")
+        store = Store(_opened(connect_readonly, path), path, Segments(path.parent / SEGMENTS_NAME), run)
         self._store = store
+        try:
+            with store.reading():
+                found = store.one("SELECT id FROM run WHERE id = ?") is not None
+            if not found:
+                raise RunDirError(f"{path} holds no run named {run!r}")
+        except BaseException:
+            store.db.close()
+            raise
+
+    def identity(self) -> dict[str, Any]:
+        """What makes this run this run, as the ledger was opened with; see `Ledger`."""
+        with self._store.reading():
+            return msgspec.json.decode(self._store.value("SELECT identity FROM run WHERE id = ?"))
+
+    def short(self, version: int) -> str | None:
+        """Why the manifest of `version` holds fewer groups than a step asks for; None where it is full."""
+        with self._store.reading():
+            return self._store.value("SELECT short FROM step WHERE run = ? AND step = ?", version)
 
     def manifest(self, version: int) -> list[int]:
         """The ordinals that step `version` trains on, in order; empty where the manifest does not exist yet."""
@@ -117,7 +132,7 @@ class Ledger(LedgerReader):
         path = folder / LEDGER_NAME
         self._lock = RunLock(folder)
         try:
-            store = Store(_connect(path), path, Segments(folder / SEGMENTS_NAME, settings.segment_bytes), run)
+            store = Store(_opened(_connect, path), path, Segments(folder / SEGMENTS_NAME, settings.segment_bytes), run)
         except BaseException:
             self._lock.release()
             raise
@@ -250,14 +265,18 @@ class Ledger(LedgerReader):
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    db = connect(path)
+    fsync_folder(path.parent)
+    return db
+
+
+def _opened(connect: Callable[[Path], sqlite3.Connection], path: Path) -> sqlite3.Connection:
     try:
-        db = connect(path)
-        fsync_folder(path.parent)
+        return connect(path)
     except (sqlite3.Error, OSError) as error:
         raise ExperienceError(
-            f"the ledger {path} could not be opened ({error}): free space on the disk or repair it, then start again"
+            f"the ledger {path} could not be opened ({error}): free space on the disk, or put a copy back that is whole, then start again"
         ) from error
-    return db
 
 
 def _identity(settings: LedgerSettings, stream: PromptStream, identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from miles.engine.inprocess import InProcessEngine
 from miles.env.trajectory import first_segment
 from miles.learn.learner import Learner
 from miles.learn.load import load_model
-from miles.run.local import device_of
+from miles.run.local import device_of, total_steps
 from miles.run.prepare import Inputs, prepare
 from miles.run.recipes import resolve
 from miles.types import Completion, Group, Sample
@@ -45,7 +45,7 @@ def doctor_command(recipes: Sequence[Path], overrides: Mapping[str, Any]) -> int
     torch.set_num_threads(recipe.run.threads or 1)
     inputs = prepare(recipe)
     model = load_model(recipe.model, seed=recipe.run.seed, device=device_of(recipe))
-    learner = Learner(model, recipe, device=device_of(recipe))
+    learner = Learner(model, recipe, device=device_of(recipe), total_steps=total_steps(recipe, len(inputs.train)))
     groups = asyncio.run(sample_groups(recipe, inputs, model))
     healthy = print_agreement(learner, inputs, groups[0]) & print_invariance(recipe, model, groups)
     print("everything agrees" if healthy else "something is wrong: see above")
@@ -109,7 +109,8 @@ def print_invariance(recipe: Recipe, model: Any, groups: Sequence[Group]) -> boo
     losses = {}
     for tokens in (1 << 20, 64, 1):
         section = recipe.learner.model_copy(update={"tokens_per_microbatch": tokens, "learning_rate": 0.0})
-        learner = Learner(model, recipe.model_copy(update={"learner": section}), device=device_of(recipe))
+        changed = recipe.model_copy(update={"learner": section})
+        learner = Learner(model, changed, device=device_of(recipe), total_steps=1)
         step = learner.pack(groups)
         losses[tokens] = learner.update(step, learner.score(step))["grad_norm"]
     spread = max(losses.values()) - min(losses.values())

@@ -9,7 +9,7 @@ from miles.learn import checkpoint
 from miles.learn.export import check_target, export
 from miles.learn.learner import Learner
 from miles.learn.load import load_model, load_tokenizer
-from miles.run.keeper import CHECKPOINTS
+from miles.run.resume import CHECKPOINTS
 from miles.run.rundir import stored_recipe
 
 
@@ -23,7 +23,7 @@ def export_command(run_dir: Path, to: Path, merge: bool) -> int:
             f"{run_dir} has no complete checkpoint yet, so no trained weights to export: train longer, or resume it"
         )
     model = load_model(recipe.model, seed=recipe.run.seed)
-    learner = Learner(model, recipe, device="cpu")
+    learner = Learner(model, recipe, device="cpu", total_steps=recipe.algorithm.steps or 1)  # no update is made
     tensors, state = checkpoint.load(path)
     learner.load_state(tensors, state["learner"])
     if merge:

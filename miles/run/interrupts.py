@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -26,9 +27,14 @@ class Interrupts:
     def __init__(self) -> None:
         self._depth = 0
         self._pending: int | None = None
+        self._cancel: Callable[[], None] | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        """Outside of the main thread nothing changes: Python hands signals to that one alone."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -43,12 +49,36 @@ class Interrupts:
             yield
         finally:
             self._depth -= 1
-        if self._depth == 0 and self._pending is not None:
-            pending, self._pending = self._pending, None
+        if self._depth == 0:
+            self._raise_pending()
+
+    @contextmanager
+    def cancelling(self, cancel: Callable[[], None]) -> Iterator[None]:
+        """Inside, the first signal calls `cancel`, which ends the block early and in order; then Interrupted is raised.
+
+        A second signal does not wait for that.
+        """
+        self._cancel = cancel
+        try:
+            yield
+        except BaseException:
+            if self._pending is None:
+                raise
+        finally:
+            self._cancel = None
+        self._raise_pending()
+
+    def _raise_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
             raise Interrupted(pending)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         if self._depth:
             self._pending = signum
+        elif self._cancel is not None and self._pending is None:
+            self._pending = signum
+            self._cancel()
         else:
+            self._pending = None
             raise Interrupted(signum)

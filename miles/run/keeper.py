@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,10 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from miles.buffer.embedded import EmbeddedBuffer
+from miles.buffer.manifests import AT_DROP_LIMIT, AT_STREAM_END
 from miles.config.schema import Recipe
 from miles.learn import checkpoint
-from miles.learn.export import export
+from miles.learn.export import export, read_marker
 from miles.learn.learner import Learner
 from miles.observe.live import LiveView
 from miles.observe.metrics import group_metrics, throughput_metrics
@@ -21,10 +23,17 @@ from miles.observe.recorder import Recorder
 from miles.observe.rows import METRICS_FILE, eval_rows, read_rows
 from miles.rollout.evaluate import Evaluation
 from miles.run.interrupts import Interrupts
+from miles.run.resume import CHECKPOINTS
 from miles.types import FinishedGroup, Group
 
-CHECKPOINTS = "checkpoints"
+log = logging.getLogger(__name__)
+
+FINAL, BEST = "final", "best"
 REWARD = "eval/reward/mean"
+SHORT = {
+    AT_DROP_LIMIT: "as many as rollout.max_dropped were dropped before it was full",
+    AT_STREAM_END: "the data has ended (data.epochs)",
+}
 
 
 @dataclass
@@ -43,6 +52,7 @@ class RunKeeper:
     interrupts: Interrupts
     saved_version: int = -1  # newest checkpoint on disk
     _step_started: float = field(default_factory=time.perf_counter)
+    _told_short: set[str] = field(default_factory=set)
 
     def span(self, name: str) -> AbstractContextManager[None]:
         return self.recorder.span(name)
@@ -68,9 +78,8 @@ class RunKeeper:
             **throughput_metrics(finished, seconds), "time/step_s": seconds,
         }  # fmt: skip
         self.view.step(self.recorder.step(row))
-        groups = [(self.buffer.ledger.group(done.ordinal), done.reason) for done in finished if _has_samples(done)]
-        self.recorder.samples(version, groups)
-        self._show_one(groups)
+        self._show_one(self._record_samples(version, finished))
+        self._tell_short(version - 1)
 
     def after_step(self) -> None:
         if self._evaluation_due():
@@ -82,7 +91,21 @@ class RunKeeper:
     def end(self) -> None:
         self._evaluate()
         self.save_checkpoint()
-        self._export("final")
+        self._export(FINAL)
+
+    def abort(self, metrics: Mapping[str, float]) -> None:
+        """Write down the step that training was aborted in, and its checkpoint: it is trained, if to no avail."""
+        with self.interrupts.whole():
+            self.buffer.advance(self.learner.version)
+            self.log_step(metrics)
+        self.save_checkpoint()
+
+    def fail(self) -> None:
+        """Keep what the run has before an error in collecting or evaluating ends it; the weights are whole then."""
+        version = self.learner.version
+        self._record_samples(version + 1, [done for done in self.buffer.finished(version) if done.reason is not None])
+        if version:
+            self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of the learner's version, unless it is on disk already."""
@@ -105,14 +128,21 @@ class RunKeeper:
 
     def _evaluate(self) -> None:
         version = self.learner.version
-        if self.evaluate is None or self.recorder.evaluated(version):
+        if self.evaluate is None:
             return
-        with self.recorder.span("eval"):
-            metrics, evaluation = self.evaluate()
-        with self.interrupts.whole():
-            self.view.eval(self.recorder.eval({"version": version, **metrics}, evaluation.sampled))
-            if self.recipe.run.keep_best and self._is_best():
-                self._export("best")
+        if not self.recorder.evaluated(version):
+            with self.recorder.span("eval"):
+                metrics, evaluation = self.evaluate()
+            with self.interrupts.whole():
+                self.view.eval(self.recorder.eval({"version": version, **metrics}, evaluation.sampled))
+                self._keep_best()
+        else:  # before a resume, whose run may have ended between the row and its model
+            self._keep_best()
+
+    def _keep_best(self) -> None:
+        best = read_marker(self.run_dir / BEST) or {}
+        if self.recipe.run.keep_best and self._is_best() and best.get("version") != self.learner.version:
+            self._export(BEST)
 
     def _rewards(self) -> list[float]:
         rows = eval_rows(read_rows(self.run_dir / METRICS_FILE).rows)
@@ -123,7 +153,8 @@ class RunKeeper:
         return bool(rewards) and rewards[-1] >= max(rewards)
 
     def _reached_reward(self) -> bool:
-        goal, rewards = self.recipe.run.stop_at_reward, self._rewards()
+        goal = self.recipe.run.stop_at_reward
+        rewards = [] if goal is None else self._rewards()
         return goal is not None and len(rewards) >= 2 and min(rewards[-2:]) >= goal
 
     def _export(self, name: str) -> None:
@@ -131,12 +162,25 @@ class RunKeeper:
             facts = {"version": self.learner.version, "recipe": self.recipe.model_dump(mode="json")}
             export(self.model, self.tokenizer, self.run_dir / name, facts=facts)
 
+    def _record_samples(self, step: int, finished: Sequence[FinishedGroup]) -> list[tuple[Group, str | None]]:
+        """The groups themselves, each with why it was dropped, or None."""
+        groups = [(self.buffer.ledger.group(done.ordinal), done.reason) for done in finished if done.lengths]
+        self.recorder.samples(step, groups)
+        return groups
+
+    def _tell_short(self, step: int) -> None:
+        why = self.buffer.ledger.short(step)
+        if why is not None and why not in self._told_short:
+            self._told_short.add(why)
+            log.warning(
+                "step %d trained on fewer than %d groups: %s",
+                step + 1,
+                self.recipe.algorithm.groups_per_step,
+                SHORT[why],
+            )
+
     def _show_one(self, groups: list[tuple[Group, str | None]]) -> None:
         trained = [group for group, reason in groups if reason is None]
         if trained:
             sample = trained[0].samples[0]
             self.view.sample(trained[0].prompt_text, sample.text, sample.reward)
-
-
-def _has_samples(done: FinishedGroup) -> bool:
-    return bool(done.lengths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import math
@@ -22,8 +21,7 @@ from miles.buffer.store import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.config.schema import Recipe
 from miles.engine.inprocess import InProcessEngine
-from miles.errors import MilesError, TrainingAborted
-from miles.learn import checkpoint
+from miles.errors import ConfigError, EngineError, EpisodeError, NothingToTrain, RewardError, TrainingAborted
 from miles.learn.export import check_target
 from miles.learn.learner import Learner
 from miles.learn.load import describe, load_model
@@ -36,13 +34,18 @@ from miles.publish.inprocess import InProcessPublisher
 from miles.rollout.collect import Collector
 from miles.rollout.episode import Episodes
 from miles.rollout.evaluate import Evaluation, evaluation_metrics, run_evaluation
+from miles.run.coroutines import Coroutines
 from miles.run.interrupts import Interrupted, Interrupts
-from miles.run.keeper import CHECKPOINTS, RunKeeper
+from miles.run.keeper import BEST, FINAL, RunKeeper
 from miles.run.logs import logs_to
 from miles.run.prepare import Inputs
-from miles.run.rundir import check_run_dir, fixed_hash, write_config
+from miles.run.resume import CHECKPOINTS, DATA, check_resumable, lost_rows, restore
+from miles.run.rundir import begin_run_dir, check_run_dir, fixed_hash, write_config
 
 log = logging.getLogger(__name__)
+
+FAILED_OUTSIDE_OF_UPDATES = (RewardError, EpisodeError, EngineError, NothingToTrain)
+"""What collecting and evaluating raise: the learner stands between two steps then."""
 
 
 @dataclass
@@ -57,12 +60,11 @@ class LocalLauncher:
     view: LiveView
 
     def launch(self) -> int:
-        check_run_dir(self.run_dir, self.recipe, self.resume)
-        for name in ("final", "best"):
-            check_target(self.run_dir / name)
+        self._check()
         torch.set_num_threads(self.recipe.run.threads or 1)
         model = load_model(self.recipe.model, seed=self.recipe.run.seed, device=device_of(self.recipe))
-        write_config(self.run_dir, self.recipe)
+        if not self.resume:
+            begin_run_dir(self.run_dir, self.recipe)
         interrupts = Interrupts()
         with ExitStack() as stack:
             stack.enter_context(logs_to(self.run_dir / "logs" / "main.log", self.view.message))
@@ -70,6 +72,15 @@ class LocalLauncher:
             stack.enter_context(interrupts.active())
             keeper = stack.enter_context(self._keeper(model, interrupts))
             return self._train(keeper)
+
+    def _check(self) -> None:
+        """What can be known of the run directory and the machine before a model is loaded."""
+        check_run_dir(self.run_dir, self.recipe, self.resume)
+        for name in (FINAL, BEST):
+            check_target(self.run_dir / name)
+        if self.resume:
+            check_resumable(self.run_dir, self.inputs.data_hash)
+        device_of(self.recipe)
 
     def _train(self, keeper: RunKeeper) -> int:
         try:
@@ -80,8 +91,11 @@ class LocalLauncher:
                 f"stopped by a signal; a checkpoint is in {self.run_dir / CHECKPOINTS}: continue with --resume"
             )
             return interrupted.exit_code
-        except TrainingAborted:
-            keeper.save_checkpoint()
+        except TrainingAborted as aborted:
+            keeper.abort(aborted.metrics)
+            raise
+        except FAILED_OUTSIDE_OF_UPDATES:
+            keeper.fail()
             raise
         return 0
 
@@ -91,7 +105,7 @@ class LocalLauncher:
         recipe, inputs = self.recipe, self.inputs
         start = describe(model)
         learner = Learner(model, recipe, device=device_of(recipe), total_steps=total_steps(recipe, len(inputs.train)))
-        saved = self._restore(learner)
+        saved = restore(self.run_dir, learner) if self.resume else -1
         self._publisher = InProcessPublisher(learner.version)
         engine = InProcessEngine(
             model, inputs.tokenizer, version=lambda: self._publisher.version, end_token_ids=inputs.sampling.stop_token_ids,
@@ -106,20 +120,19 @@ class LocalLauncher:
             recipe.data.epochs,
         )
         with ExitStack() as stack:
-            runner = stack.enter_context(asyncio.Runner())
             ledger = Ledger(self.run_dir, self._settings(model), stream, self._identity(start), resume=self.resume)
             stack.callback(ledger.close)
-            collect = functools.partial(self._collect, runner, stream, episodes)
+            loop = stack.enter_context(Coroutines(interrupts))
+            collect = functools.partial(self._collect, loop, stream, episodes)
             buffer = EmbeddedBuffer(ledger, collect=lambda: collect(buffer))
             recorder = Recorder(self.run_dir, (), recipe.log.samples_per_step)
+            stack.callback(recorder.close)
             if self.resume:
-                recorder.rewind(learner.version)
-                buffer.rewind(learner.version)
+                self._go_back(buffer, recorder, learner.version)
             for sink in open_sinks(recipe.log, self.run_dir, learner.version, recipe.model_dump(mode="json")):
                 recorder.add_sink(sink)
-            stack.callback(recorder.close)
             self._show_start(start, learner.version)
-            evaluate = functools.partial(self._evaluate, runner, episodes) if len(inputs.held_out) else None
+            evaluate = functools.partial(self._evaluate, loop, episodes) if len(inputs.held_out) else None
             yield RunKeeper(
                 recipe,
                 self.run_dir,
@@ -134,15 +147,18 @@ class LocalLauncher:
                 saved,
             )
 
-    def _restore(self, learner: Learner) -> int:
-        """Load the newest checkpoint, if the run is resumed and has one; the version on disk or -1."""
-        path = checkpoint.newest(self.run_dir / CHECKPOINTS) if self.resume else None
-        if path is None:
-            return -1
-        tensors, state = checkpoint.load(path)
-        learner.load_state(tensors, state["learner"])
-        checkpoint.set_random_state(state["random"])
-        return learner.version
+    def _go_back(self, buffer: EmbeddedBuffer, recorder: Recorder, version: int) -> None:
+        """Bring everything in the run directory to `version`, and say what is not as a reader would expect."""
+        buffer.rewind(version)
+        recorder.rewind(version)
+        write_config(self.run_dir, self.recipe)
+        if version == 0:
+            log.warning("%s has no checkpoint: the run starts again from the beginning", self.run_dir)
+        if lost := lost_rows(self.run_dir, version):
+            log.warning(lost)
+        steps = self.recipe.algorithm.steps
+        if steps is not None and steps < version:
+            log.warning("algorithm.steps = %d, but the run stands at step %d: nothing is trained", steps, version)
 
     def _settings(self, model: PreTrainedModel) -> LedgerSettings:
         recipe = self.recipe
@@ -153,17 +169,18 @@ class LocalLauncher:
         )  # fmt: skip
 
     def _identity(self, start: Mapping[str, Any]) -> dict[str, Any]:
-        data = self.inputs.data_hash
-        return {"recipe": fixed_hash(self.recipe), "data": data, "weights": start["weights_sha256"]}
+        return {
+            "recipe": fixed_hash(self.recipe),
+            DATA: self.inputs.data_hash,
+            "weights of model.name": start["weights_sha256"],
+        }
 
-    def _collect(
-        self, runner: asyncio.Runner, stream: PromptStream, episodes: Episodes, buffer: EmbeddedBuffer
-    ) -> None:
+    def _collect(self, loop: Coroutines, stream: PromptStream, episodes: Episodes, buffer: EmbeddedBuffer) -> None:
         collector = Collector(buffer, stream, self.inputs.train, episodes, recipe=self.recipe, row=self.row)
-        runner.run(collector.run())
+        loop.run(collector.run())
 
-    def _evaluate(self, runner: asyncio.Runner, episodes: Episodes) -> tuple[Mapping[str, float], Evaluation]:
-        evaluation = runner.run(run_evaluation(self.inputs.held_out, episodes, recipe=self.recipe))
+    def _evaluate(self, loop: Coroutines, episodes: Episodes) -> tuple[Mapping[str, float], Evaluation]:
+        evaluation = loop.run(run_evaluation(self.inputs.held_out, episodes, recipe=self.recipe))
         return evaluation_metrics(evaluation, self.inputs.rewards.full), evaluation
 
     def _show_start(self, start: Mapping[str, Any], version: int) -> None:
@@ -188,8 +205,8 @@ def total_steps(recipe: Recipe, rows: int) -> int | None:
 
 
 def device_of(recipe: Recipe) -> torch.device:
-    """The device of `run.device`. Raises MilesError where a GPU is asked for and there is none."""
+    """The device of `run.device`. Raises ConfigError where a GPU is asked for and there is none."""
     found = torch.cuda.is_available()
     if recipe.run.device == "cuda" and not found:
-        raise MilesError("run.device = 'cuda', but this machine has no usable GPU: set it to 'auto' or 'cpu'")
+        raise ConfigError("run.device = 'cuda', but this machine has no usable GPU: set it to 'auto' or 'cpu'")
     return torch.device("cuda" if recipe.run.device != "cpu" and found else "cpu")

@@ -123,7 +123,7 @@ def test_an_empty_file_becomes_a_ledger(open_ledger: Open, tmp_path: Path) -> No
 
 def test_a_ledger_that_cannot_be_opened(tmp_path: Path, open_ledger: Open) -> None:
     (tmp_path / "ledger.sqlite").mkdir()
-    with pytest.raises(ExperienceError, match=r"could not be opened .*free space on the disk or repair it"):
+    with pytest.raises(ExperienceError, match=r"could not be opened .*free space on the disk, or put a copy back"):
         open_ledger()
 
 

@@ -19,19 +19,29 @@ def test_a_signal_stops_at_once_with_the_shells_exit_code(signum, code):
 
 def test_inside_a_whole_the_signal_waits_until_the_outermost_end():
     interrupts, done = Interrupts(), []
-    with interrupts.active(), pytest.raises(Interrupted), interrupts.whole():
+
+    def work() -> None:
         with interrupts.whole():
-            os.kill(os.getpid(), signal.SIGTERM)
-            done.append("inner")
-        done.append("outer")
+            with interrupts.whole():
+                os.kill(os.getpid(), signal.SIGTERM)
+                done.append("inner")
+            done.append("outer")
+
+    with interrupts.active(), pytest.raises(Interrupted):
+        work()
     assert done == ["inner", "outer"]
 
 
 def test_an_error_inside_a_whole_is_not_replaced_by_the_signal():
     interrupts = Interrupts()
-    with interrupts.active(), pytest.raises(ValueError, match="broken"), interrupts.whole():
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise ValueError("broken")
+
+    def fail() -> None:
+        with interrupts.whole():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ValueError("broken")
+
+    with interrupts.active(), pytest.raises(ValueError, match="broken"):
+        fail()
 
 
 def test_handlers_are_put_back():
