@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from miles import __version__
 from miles.config import tree
 from miles.config.text import split_overrides
 from miles.errors import BadInput, ConfigError, MilesError
@@ -41,6 +42,9 @@ COMMANDS: Mapping[str, Command] = {
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises BadInput and names the nearest option."""
 
+    def own_options(self) -> list[str]:
+        return [text for action in self._actions for text in action.option_strings]
+
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{message[:1].upper()}{message[1:]}. See {self.prog} --help.")
 
@@ -50,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         if option is None:
             raise BadInput(f"Unexpected argument {unknown[0]}. See {self.prog} --help.")
         name = option.partition("=")[0]
-        known = [text for action in self._actions for text in action.option_strings if text.startswith("--")]
+        known = [text for text in self.own_options() if text.startswith("--")]
         close = get_close_matches(name, known, n=1, cutoff=0.6)
         spelt = name.lstrip("-").replace("-", "_")
         key = tree.nearest(spelt)
@@ -91,15 +95,30 @@ def main(arguments: Sequence[str] | None = None, table: Mapping[str, Command] = 
 def _run(arguments: Sequence[str], table: Mapping[str, Command]) -> int:
     overrides, rest = split_overrides(arguments)
     parser, parsers = _parsers()
+    _check_command(rest, overrides, parser, parsers)
     options, unknown = parser.parse_known_args(rest)
     if options.command is None:
         parser.print_help()
-        return BadInput.exit_code if rest or overrides else 0
+        return 0
     if unknown:
         parsers[options.command].reject(unknown)
     if overrides and not hasattr(options, "recipes"):
         raise BadInput(f"miles {options.command} takes no recipe, so --{next(iter(overrides))} has no meaning here.")
     return table[options.command](options, overrides)
+
+
+def _check_command(
+    rest: Sequence[str], overrides: Mapping[str, Any], parser: Parser, known: Mapping[str, Parser]
+) -> None:
+    """Raises BadInput for a first argument that is neither a command nor an option of `miles` itself."""
+    first = rest[0] if rest else next((f"--{key}" for key in overrides), None)
+    if first is None or first in known or first in parser.own_options():
+        return
+    if first.startswith("-"):
+        raise BadInput(f"{first} comes after a command, as in miles train RECIPE {first} ... See {parser.prog} --help.")
+    close = get_close_matches(first, known, n=1)
+    hint = f"the nearest is {close[0]}" if close else f"there is {', '.join(known)}"
+    raise BadInput(f"There is no command {first}: {hint}. See {parser.prog} --help.")
 
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:
@@ -109,6 +128,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         description="Reinforcement-learning post-training of language models, from a laptop to a cluster.",
         epilog=f"{OVERRIDES} Start with: miles train recipes/quickstart.toml",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
 
     def command(name: str, summary: str, about: str = "") -> Parser:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.errors import BadInput
+
 if TYPE_CHECKING:
     from miles.run.prepare import RewardArgument
     from miles.run.train import TrainedRun
@@ -27,16 +29,18 @@ def train(
     resume: bool = False,
     **settings: Any,
 ) -> TrainedRun:
-    """Train in this process and return the finished run (`.metrics`, `.model_dir`, `.run_dir`).
+    """Train in this process and return the finished run (`.metrics`, `.model_dir`, `.run_dir`). Works in a notebook too.
 
     `model`: hub id or folder. `data`: as `data.source`, or rows with `prompt` (text or chat messages) and any further
     columns. `reward`: a function `(prompts, completions, **columns) -> list[float | None]`, sync or async, or several;
     None: the task's own or the recipe's. `recipe`: a TOML file below all of these. Further keys of the recipe go by
-    their dotted name: `train(..., **{"rollout.group_size": 16})`. Raises MilesError.
+    their dotted name: `train(..., **{"rollout.group_size": 16})`. Raises MilesError, and KeyboardInterrupt after Ctrl-C or
+    SIGTERM, once a checkpoint is on disk: `resume=True` with the same `run_dir` goes on from it.
     """
     from miles.run.threads import wait_passively
 
     wait_passively()
+    from miles.run.interrupts import Interrupted
     from miles.run.train import start_run
 
     source = str(data) if isinstance(data, str | Path) else None
@@ -45,4 +49,11 @@ def train(
     rows = data if source is None else None
     recipes = [Path(recipe)] if recipe is not None else []
     target = Path(run_dir) if run_dir is not None else None
-    return start_run(recipes, overrides, target, resume, rows=rows, reward=reward)
+    if resume and target is None:
+        raise BadInput("miles.train: resume=True needs run_dir, the folder of the run that is to go on")
+    run = start_run(
+        recipes, overrides, target, resume, rows=rows, reward=reward, overrides_from="miles.train"
+    )  # fmt: skip
+    if run.exit_code:
+        raise Interrupted(run.exit_code - 128)
+    return run

@@ -11,17 +11,23 @@ from pathlib import Path
 
 import miles
 from miles.algo import ROWS
+from miles.env.tasks import first_digit
+from miles.errors import NothingToTrain
+from miles.observe.rows import METRICS_FILE, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "tiny_echo.toml"
+DEALER = random.Random(0)
 
 
 def settings(name: str) -> dict[str, object]:
-    """Rows with a ratio make 2 x 2 updates a step, so that the ratio differs from 1; the others one."""
+    """Rows with a ratio make 2 x 2 updates a step, so that the ratio differs from 1; the others one, in twice the steps."""
     updates = 1 if ROWS[name].one_update else 2
     chosen: dict[str, object] = {
         "algorithm.name": name, "learner.epochs": updates, "learner.minibatches": updates, "log.live": "off",
     }  # fmt: skip
+    if ROWS[name].one_update:
+        chosen["algorithm.steps"] = 120
     if name == "vapo":
         chosen |= {"algorithm.vapo_alpha": 1.0, "algorithm.critic_warmup": 0}
     return chosen
@@ -29,8 +35,11 @@ def settings(name: str) -> dict[str, object]:
 
 def train(folder: Path, label: str, **chosen: object) -> dict[str, object]:
     reward = chosen.pop("reward", None)
-    run = miles.train(recipe=RECIPE, run_dir=folder / label, reward=reward, **chosen)
-    rows = [row for row in run.metrics if "event" not in row]
+    try:
+        miles.train(recipe=RECIPE, run_dir=folder / label, reward=reward, **chosen)
+    except NothingToTrain as solved:  # a row that drops solved groups ends when it has solved all of them
+        print(f"{label}: {str(solved).splitlines()[0]}", flush=True)
+    rows = [row for row in read_rows(folder / label / METRICS_FILE).rows if "event" not in row]
     curve = [row["reward/mean"] for row in rows]
     fifth = max(1, len(curve) // 5)
     result: dict[str, object] = {
@@ -42,9 +51,11 @@ def train(folder: Path, label: str, **chosen: object) -> dict[str, object]:
     return result
 
 
-def shuffled(prompts: list[str], completions: list[str], **columns: list[object]) -> list[float]:
-    """Rewards that have nothing to do with the completion, but the same spread."""
-    return [float(random.Random(f"{i}{text}{prompts}").random() < 0.5) for i, text in enumerate(completions)]
+def shuffled(prompts: list[str], completions: list[str], **columns: list[object]) -> list[float | None]:
+    """The rewards of the group, dealt out anew: the same spread and mean, and nothing to learn from."""
+    rewards = first_digit(prompts, completions, **columns)
+    DEALER.shuffle(rewards)
+    return rewards
 
 
 def draw(results: dict[str, dict[str, dict]], picture: Path) -> None:

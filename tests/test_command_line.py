@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from miles import __version__
 from miles.__main__ import main
 
 GOOD = ["--model.name", "tiny-random:llama", "--data.source", "task:addition"]
@@ -59,7 +60,10 @@ def test_check_with_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("report x y", "Unexpected argument y. See miles report --help."),
         ("check", "The following arguments are required: RECIPE. See miles check --help."),
         ("export x", "The following arguments are required: --to."),
-        ("chek x", "invalid choice: 'chek'"),
+        ("chek x", "There is no command chek: the nearest is check. See miles --help."),
+        ("zzz", "There is no command zzz: there is train, check, watch, report, export, eval, doctor."),
+        ("--run x", "--run comes after a command, as in miles train RECIPE --run ... See miles --help."),
+        ("--algorithm.steps 3", "--algorithm.steps comes after a command, as in miles train RECIPE --algorithm.steps"),
         ("check x.toml --algorithm.steps", "--algorithm.steps (command line) needs a value: an integer >= 1"),
         ("watch x --algorithm.steps 3", "miles watch takes no recipe, so --algorithm.steps has no meaning here."),
         ("check no_such.toml", "no_such.toml does not exist"),
@@ -72,7 +76,13 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: str, wor
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
-    assert main(["--algorithm.steps", "3"]) == 2
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"miles {__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["train", "check", "watch", "report", "export", "eval", "doctor"])

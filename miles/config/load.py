@@ -194,7 +194,14 @@ def _validate(merged: Mapping[str, Setting]) -> tuple[Recipe, dict[str, str]]:
             for detail in error.errors(include_url=False, include_context=False):
                 key = _key_of(detail["loc"])
                 setting = merged[key]
-                wrong[key] = f"{key} = {_shown(setting.value)} ({setting.origin}) must be {tree.expected(key)}."
+                wanted = tree.expected(key) + _as_list(key, setting.value)
+                wrong[key] = f"{key} = {_shown(setting.value)} ({setting.origin}) must be {wanted}."
+
+
+def _as_list(key: str, value: Any) -> str:
+    """How to write one value for a key that takes several."""
+    one = isinstance(value, str | int | float) and tree.takes_list(key)
+    return f": put it in brackets, {toml_value([value])}" if one else ""
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ def rule_warnings(recipe: Recipe, chosen: Collection[str], given: Collection[str
 
 
 def _about(problem: str, given: Collection[str]) -> bool:
+    if "reward.functions" in given and problem.startswith("reward.weights has"):
+        return True  # the functions are counted where they are built
     return any(problem.startswith(f"{key} is not set") for key in given)
 
 
@@ -90,14 +92,6 @@ def _sampling(recipe: Recipe) -> Iterator[str]:
         yield "rollout.stop holds an empty text, which would end every completion at once: remove it."
 
 
-def _staleness(recipe: Recipe) -> Iterator[str]:
-    if recipe.engine.kind == "inprocess" and recipe.buffer.max_staleness > 0:
-        yield (
-            f'buffer.max_staleness = {recipe.buffer.max_staleness} needs an engine beside the learner, and engine.kind = "inprocess" '
-            "samples with the learner's own weights: set buffer.max_staleness to 0."
-        )
-
-
 def _remote_code(recipe: Recipe) -> Iterator[str]:
     model = recipe.model
     if model.trust_remote_code and not is_local(model.name) and not COMMIT.fullmatch(model.revision or ""):
@@ -131,7 +125,7 @@ def _rows(recipe: Recipe) -> Iterator[str]:
 
 
 PROBLEM_RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
-    _required, _length, _minibatches, _rewards, _overlong, _sampling, _staleness, _remote_code, _evaluation, _rows,
+    _required, _length, _minibatches, _rewards, _overlong, _sampling, _remote_code, _evaluation, _rows,
 )  # fmt: skip
 
 
@@ -182,9 +176,22 @@ def _standing_still(recipe: Recipe) -> Iterator[str]:
             )
 
 
+def _older_for_nothing(recipe: Recipe) -> Iterator[str]:
+    stale = recipe.buffer.max_staleness
+    if recipe.engine.kind == "inprocess" and stale > 0:
+        yield (
+            f'buffer.max_staleness = {stale} with engine.kind = "inprocess": groups get up to {stale} versions old and nothing '
+            "gets faster, since one process collects and learns in turn (useful to try behavior corrections only)."
+        )
+
+
 def _best_without_evaluations(recipe: Recipe) -> Iterator[str]:
     if recipe.run.keep_best and recipe.eval.every is None:
         yield "run.keep_best without eval.every compares only the model before the first step with the last one."
 
 
-WARNING_RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (_standing_still, _best_without_evaluations)
+WARNING_RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
+    _standing_still,
+    _older_for_nothing,
+    _best_without_evaluations,
+)

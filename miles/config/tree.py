@@ -63,6 +63,12 @@ def takes_text(key: str) -> bool:
     return annotation is str or (str in get_args(annotation) and get_origin(annotation) is not tuple)
 
 
+def takes_list(key: str) -> bool:
+    """True where the key's value is a list of any length."""
+    annotation = fields()[key].annotation
+    return get_origin(annotation) is tuple and get_args(annotation)[-1] is Ellipsis
+
+
 def get(recipe: BaseModel, key: str) -> Any:
     """The value of a dotted key."""
     value: Any = recipe

@@ -105,6 +105,7 @@ class DecodePlan:
         self.windows_seen: dict[int, int | None] = {}
         self._prompt_lengths = torch.tensor(prompt_lengths, device=device)[:, None]
         self._steps = torch.tensor(steps, device=device)[:, None]
+        self._all = torch.arange(len(steps), device=device)
         self._prefix = round_up(max(prompt_lengths))
         self._suffix = round_up(max(steps) + 1)
         self._masks: dict[int | None, Tensor] = {}
@@ -155,7 +156,7 @@ class DecodePlan:
         keys = keys[:rows]
         keys.scatter_(3, self._steps[:, :, None, None].expand(rows, heads, width, 1), k.transpose(2, 3))
         values = values[:rows]
-        values.scatter_(2, self._steps[:, :, None, None].expand(rows, heads, 1, v.shape[-1]), v)
+        values[self._all, :, self._steps[:, 0]] = v[:, :, 0]
         return keys[..., : self._suffix].flatten(0, 1), values[:, :, : self._suffix].flatten(0, 1)
 
     def _by_prompt(self, x: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 64
+BLOCK = 16
 """Lengths that attention sees are multiples of this: there padding a length leaves every bit of a product alone."""
+
+_LEAST, _MOST = 64, 256  # tokens of the first room, and of what is added at most where more is not asked for
 
 
 def round_up(length: int) -> int:
@@ -32,7 +34,7 @@ class KVSlots:
             return
         self._slots = max(slots, self._slots)
         if length > self._capacity:
-            self._capacity = max(round_up(length), min(2 * self._capacity, self._capacity + 8 * BLOCK))
+            self._capacity = max(round_up(length), _LEAST, min(2 * self._capacity, self._capacity + _MOST))
         for layer, keys in self._keys.items():
             self._keys[layer] = _grown(keys, (self._slots, *keys.shape[1:3], self._capacity))
             values = self._values[layer]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from miles.engine.attention import DecodePlan
-from miles.engine.kvcache import BLOCK, KVSlots
+from miles.engine.kvcache import KVSlots
 from miles.engine.linear import Tiles
 from miles.engine.policy import LivePolicy, evaluating, plain_linears
 from miles.errors import EngineError
 
-_LENGTH = 20
+_LENGTH, _LONGER, _OTHER_STEPS = 20, 70, 40  # tokens: the sequence, its neighbour, what other rows have sampled
 _EXACT = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the logits' spread; a wrong mask is off by the spread itself
 _EXACT_HALF = 0.1
 
@@ -30,7 +30,7 @@ class Findings:
 def probe(model: Any, deterministic: bool) -> Findings:
     """Compare fast prefill and decode with the model's own forward, and with themselves among other neighbours.
 
-    Two sequences, one longer than a block, a handful of forwards. Raises EngineError where the model's own logits
+    Two sequences, a handful of forwards. Raises EngineError where the model's own logits
     are not finite, for then nothing can be said.
     """
     wrong_kind = _unknown_layers(model)
@@ -38,8 +38,8 @@ def probe(model: Any, deterministic: bool) -> Findings:
         return Findings(wrong_kind)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * BLOCK
-    length, longer = min(_LENGTH, limit - 1), min(BLOCK + 6, limit - 1)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGER + 1
+    length, longer = min(_LENGTH, limit - 1), min(_LONGER, limit - 1)
     sequence = torch.randint(0, vocabulary, (length + 1,), generator=generator).tolist()
     neighbour = torch.randint(0, vocabulary, (longer,), generator=generator).tolist()
     tiles = Tiles(plain_linears(model)) if deterministic else None
@@ -98,9 +98,11 @@ def _run(
     prompt_cache.reserve(len(prompts), max(map(len, prompts)))
     first = policy.prefill(prompt_cache, prompts, range(len(prompts)))[0]
     padded = policy.padded_rows(rows)
-    sample_cache.reserve(padded, 1)
+    others = _OTHER_STEPS if len(prompts) > 1 else 0
+    sample_cache.reserve(padded, others + 1)
     owners = [(other != row) * (len(prompts) - 1) for other in range(padded)]
     lengths = [len(prompts[owner]) for owner in owners]
-    plan = DecodePlan(prompt_cache, sample_cache, owners, lengths, [0] * padded, policy.device)
+    steps = [0 if other == row else others for other in range(padded)]
+    plan = DecodePlan(prompt_cache, sample_cache, owners, lengths, steps, policy.device)
     second = policy.decode(plan, [token if other == row else other % 16 for other in range(padded)], lengths)[row]
     return torch.stack([first, second]), plan.windows_seen

@@ -22,6 +22,7 @@ from miles.types import Sample
 ENVIRONMENT = "environment"  # the part that an environment gives; its weight is 1
 SOLUTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 GIVEN = ("prompts", "completions")
+LARGEST = 1e30  # rewards become float32 and are summed
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,13 @@ class Rewards:
                 f"nothing scores row {index} of {self._source}: no reward function is set and the environment gave none;"
                 " set reward.functions"
             )
-        scores = [score for _, score in weighted]
-        reward = None if None in scores else math.fsum(w * s for w, s in weighted if s is not None)
+        scores = [w * s for w, s in weighted if s is not None]
+        if any(not abs(score) <= LARGEST for score in scores):
+            raise RewardError(
+                f"row {index} of {self._source}: a reward times its weight is above {LARGEST:g} in size: {scores}; lower"
+                " reward.weights"
+            )
+        reward = math.fsum(scores) if len(scores) == len(weighted) else None
         return replace(sample, reward=reward, reward_parts=parts)
 
     async def _run(
@@ -172,8 +178,9 @@ class Rewards:
             value = value.item()  # a number of an array library
         if not isinstance(value, (int, float)):
             raise self._broken(name, index, value, "must return numbers or None")
-        if not math.isfinite(value):
-            raise self._broken(name, index, value, "returned a number that is not finite; None says `cannot be scored`")
+        if value != value or abs(value) > LARGEST:
+            what = f"returned a number that is not finite, or above {LARGEST:g} in size; None says `cannot be scored`"
+            raise self._broken(name, index, value, what)
         return float(value)
 
     def _broken(self, name: str, index: int, value: Any, what: str) -> RewardError:
@@ -197,7 +204,7 @@ def build_rewards(
     """
     chosen: Sequence[Callable[..., Any] | str] = section.functions
     if functions is not None:
-        chosen = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
+        chosen = functions if isinstance(functions, list | tuple) else [functions]
     elif not chosen and task is not None and task.reward is not None:
         chosen = [task.reward]
     if not chosen and not environment_scores:

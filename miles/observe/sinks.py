@@ -6,8 +6,9 @@ Each library is imported only when its tracker is asked for; all of them come wi
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from miles.config.schema import Log
 from miles.errors import ConfigError
 from miles.observe.rows import value_of, version_of
 from miles.protocols import MetricsSink
+
+WAY_OUT = "install the extra with `pip install 'miles-rl[trackers]'`, or turn the key off"
 
 
 class TensorBoardSink:
@@ -106,6 +109,14 @@ def open_sinks(log: Log, run_dir: Path, version: int = 0, config: Mapping[str, A
     return sinks
 
 
+def missing_trackers(log: Log) -> Iterator[str]:
+    """One sentence for each tracker of the [log] section whose library is not installed."""
+    wanted = {"tensorboard": log.tensorboard, "wandb": log.wandb != "off", "trackio": log.trackio}
+    for package, asked in wanted.items():
+        if asked and importlib.util.find_spec(package) is None:
+            yield f"log.{package} needs the package {package}, which is not installed: {WAY_OUT}."
+
+
 def measured(row: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a row, without the places `step`, `version` and `time`."""
     places = ("step", "version", "time")
@@ -128,6 +139,5 @@ def load_tracker(module: str, key: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{key} needs the package {module.partition('.')[0]}, which is not installed ({error}): "
-            "install the extra with `pip install 'miles-rl[trackers]'`, or turn the key off"
+            f"{key} needs the package {module.partition('.')[0]}, which cannot be loaded ({error}): {WAY_OUT}"
         ) from error

@@ -35,6 +35,7 @@ def eval_command(recipes: Sequence[Path], overrides: Mapping[str, Any], model: s
     episodes = Episodes(inputs.environment, engine, inputs.rewards, inputs.sampling, inputs.renderer.text)
     metrics = asyncio.run(evaluate(inputs.held_out, episodes, recipe=recipe, full_reward=inputs.rewards.full))
     print(f"{model} on {len(inputs.held_out)} held-out rows of {inputs.held_out.source}")
+    width = max(map(len, metrics))
     for name, value in metrics.items():
-        print(f"  {name:<28}{value:.4g}")
+        print(f"  {name:<{width}}  {value:.4g}")
     return 0

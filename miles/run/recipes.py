@@ -17,6 +17,7 @@ from miles.config.rules import rule_warnings
 from miles.config.schema import Recipe
 from miles.env.verifiers import LIBRARY
 from miles.errors import BadInput, ConfigError
+from miles.observe.sinks import missing_trackers
 from miles.run.inputs import read_data
 
 
@@ -59,6 +60,7 @@ def inspect(
     loaded = load(paths, overrides, env=env, rows=find, given=given, overrides_from=overrides_from)
     headers = read_headers(loaded.recipe, given, LIBRARY)
     objections = headers.problems + read_data(loaded.recipe, headers.facts, given)
+    objections += missing_trackers(loaded.recipe.log)
     row = _or_none(find, loaded.recipe.algorithm.name)
     if row is not None:
         objections += algo.problems(row, loaded.recipe)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles.config.load import COMMAND_LINE
+from miles.errors import BadInput, NothingToTrain, TrainingAborted
 from miles.observe.live import LiveView
-from miles.observe.report import write_report
+from miles.observe.report import REPORT_FILE, write_report
 from miles.observe.rows import METRICS_FILE, read_rows
 from miles.run.local import LocalLauncher
 from miles.run.logs import said
@@ -39,13 +41,14 @@ class TrainedRun:
 
 def train_command(recipes: Sequence[Path], overrides: Mapping[str, Any], run_dir: Path | None, resume: bool) -> int:
     """Train a recipe and say where report and model are. Returns the exit code."""
+    if resume and run_dir is None:
+        raise BadInput("--resume needs --run DIR: the folder of the run that is to go on")
     started = time.perf_counter()
     run = start_run(recipes, overrides, run_dir, resume)
-    report = write_report(run.run_dir)
     if run.exit_code == 0:
         print(f"done in {time.perf_counter() - started:.0f} s")
         print(f"model:  {run.model_dir}")
-    print(f"report: {report}")
+    print(f"report: {run.run_dir / REPORT_FILE}")
     return run.exit_code
 
 
@@ -58,9 +61,10 @@ def start_run(
     rows: Iterable[Mapping[str, Any]] | None = None,
     reward: RewardArgument | None = None,
     env: Mapping[str, str] = os.environ,
+    overrides_from: str = COMMAND_LINE,
 ) -> TrainedRun:
-    """Resolve the recipe, check everything that can be checked without weights, then train."""
-    resolved = inspect(recipes, overrides, env, given=_given(rows, reward))
+    """Resolve the recipe, check everything that can be checked without weights, train, and write the report."""
+    resolved = inspect(recipes, overrides, env, given=_given(rows, reward), overrides_from=overrides_from)
     recipe = resolved.recipe
     target = run_dir or default_run_dir(recipes[0].stem if recipes else recipe.algorithm.name)
     check_run_dir(target, recipe, resume)
@@ -69,7 +73,12 @@ def start_run(
         view.message(f"warning: {warning}")
     with said(view.message):
         inputs = prepare(recipe, rows=rows, reward=reward)
-    code = LocalLauncher(recipe, resolved.row, inputs, target, resume, view).launch()
+    try:
+        code = LocalLauncher(recipe, resolved.row, inputs, target, resume, view).launch()
+    except (TrainingAborted, NothingToTrain):
+        write_report(target)  # what the message asks the user to look at
+        raise
+    write_report(target)
     return TrainedRun(target, code)
 
 

@@ -127,6 +127,15 @@ mode = "none"
     assert result.refused == {"rollout.group_size", "rollout.temperature", "eval.greedy", "learner.betas"}
 
 
+def test_one_value_for_a_list_is_told_how_to_write_it(tmp_path: Path) -> None:
+    result = loaded(tmp_path, "", {"reward.functions": "mine.py:f", "reward.weights": 0.5, "learner.betas": 0.5})
+    assert sorted(problem for problem in result.problems if problem.startswith(("reward", "learner"))) == [
+        "learner.betas = 0.5 (command line) must be a list of 2 numbers >= 0 and < 1.",
+        'reward.functions = "mine.py:f" (command line) must be a list of texts: put it in brackets, ["mine.py:f"].',
+        "reward.weights = 0.5 (command line) must be a list of numbers: put it in brackets, [0.5].",
+    ]
+
+
 def test_rules_say_nothing_about_a_key_that_was_refused(tmp_path: Path) -> None:
     result = loaded(
         tmp_path, "[learner]\nminibatches = 3\n", {"algorithm.groups_per_step": 0, "algorithm.steps": "many"}

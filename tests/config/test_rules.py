@@ -77,11 +77,6 @@ def test_a_plain_recipe_has_no_problem_and_no_warning() -> None:
             "rollout.stop holds an empty text, which would end every completion at once: remove it.",
         ),
         (
-            {"buffer__max_staleness": 2},
-            'buffer.max_staleness = 2 needs an engine beside the learner, and engine.kind = "inprocess" samples with the '
-            "learner's own weights: set buffer.max_staleness to 0.",
-        ),
-        (
             {"eval__rows": 0, "eval__source": "task:addition"},
             "eval.rows = 0 turns evaluation off, and eval.source = task:addition names rows for it: leave one of them out.",
         ),
@@ -197,6 +192,13 @@ def test_a_warm_up_longer_than_the_run_is_a_warning(warmup: int, warned: bool) -
     assert not warned or "more than the 16 updates of the run" in found[0]
 
 
+def test_staleness_in_one_process_is_a_warning() -> None:
+    (warning,) = rule_warnings(recipe(buffer__max_staleness=2), [])
+    assert warning.startswith(
+        'buffer.max_staleness = 2 with engine.kind = "inprocess": groups get up to 2 versions old'
+    )
+
+
 def test_keeping_the_best_of_two_evaluations_is_a_warning() -> None:
     (warning,) = rule_warnings(recipe(run__keep_best=True), [])
     assert "compares only the model before the first step with the last one" in warning
@@ -204,6 +206,9 @@ def test_keeping_the_best_of_two_evaluations_is_a_warning() -> None:
 
 def test_objects_from_python_stand_for_keys(tmp_path: Path) -> None:
     assert rule_problems(recipe(data__source=""), ["data.source"]) == []
+    weights = recipe(reward__weights=(1.0, 2.0))
+    assert rule_problems(weights, ["reward.functions"]) == []
+    assert len(rule_problems(weights)) == 1
     assert rule_warnings(recipe(data__source="", data__split="x"), ["data.split"], ["data.source"]) == [
         "data.split has no effect: data.source is not a hub id."
     ]

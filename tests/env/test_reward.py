@@ -187,6 +187,8 @@ def test_rewards_stay_with_their_samples():
         ([1.0, "good"], r"must return numbers or None; on row 7 of the data it returned 'good'"),
         ([1.0, float("nan")], r"not finite.*None says `cannot be scored`.*returned nan"),
         ([1.0, float("inf")], r"not finite"),
+        ([1.0, 1e308], r"above 1e\+30 in size"),
+        ([1.0, -(10**400)], r"above 1e\+30 in size"),
         ([1.0, {"acc": 1}], r"a dict without the key 'score'"),
         ([1.0, [1.0]], r"must return numbers or None"),
         (np.ones((2, 2)), r"must return numbers or None"),
@@ -230,6 +232,18 @@ def test_a_stuck_function_times_out_and_the_next_is_still_scored():
         assert asyncio.run(run()) == 1.0
     finally:
         stuck.set()
+
+
+def test_a_weight_that_makes_a_reward_too_large_for_its_type_is_an_error():
+    section = schema.Reward(weights=(1e300,))
+    built = build_rewards(section, functions=lambda p, c, **k: [1e10] * len(c))
+    with pytest.raises(RewardError, match=r"row 2 .*above 1e\+30 in size.*lower reward.weights"):
+        asyncio.run(built.score(2, ROW, samples("a")))
+
+
+def test_what_cannot_be_called_is_no_reward():
+    with pytest.raises(ConfigError, match=r"reward.functions: 3 cannot be called; give a function"):
+        build_rewards(schema.Reward(), functions=3)
 
 
 def test_nothing_that_scores_is_an_error():

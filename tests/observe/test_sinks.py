@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ import pytest
 
 from miles.config.schema import Log
 from miles.errors import ConfigError
-from miles.observe.sinks import TensorBoardSink, TrackioSink, WandbSink, load_tracker, measured, open_sinks
+from miles.observe.sinks import (
+    TensorBoardSink,
+    TrackioSink,
+    WandbSink,
+    load_tracker,
+    measured,
+    missing_trackers,
+    open_sinks,
+)
 
 ROWS: list[dict[str, Any]] = [
     {"event": "eval", "version": 0, "time": 1.0, "eval/reward/mean": 0.25},
@@ -110,6 +119,14 @@ def test_a_missing_library_names_key_package_and_extra() -> None:
     ) as caught:
         load_tracker("no_such_tracker.inside", "log.wandb")
     assert caught.value.exit_code == 2
+
+
+def test_missing_libraries_are_known_before_a_run() -> None:
+    asked = {name: importlib.util.find_spec(name) is None for name in ("tensorboard", "wandb", "trackio")}
+    told = list(missing_trackers(Log(tensorboard=True, wandb="offline", trackio=True)))
+    assert [text.partition(" ")[0] for text in told] == [f"log.{name}" for name, missing in asked.items() if missing]
+    assert all("pip install 'miles-rl[trackers]'" in text for text in told)
+    assert list(missing_trackers(Log())) == []
 
 
 def test_only_finite_numbers_are_sent() -> None:

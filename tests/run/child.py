@@ -1,0 +1,19 @@
+"""One command of `miles` in a process of its own; the global `job` says which, and where its output goes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+from miles.__main__ import main
+
+job = globals()["job"]
+log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+os.dup2(log, 1)
+os.dup2(log, 2)
+os.chdir(job.get("cwd", "."))
+os.environ.update(job.get("environ", {}))
+if "file_limit" in job:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit"], resource.RLIM_INFINITY))
+sys.exit(main(job["arguments"]))
