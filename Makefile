@@ -13,9 +13,10 @@ RUN := $(VENV)/bin
 PIP := $(RUN)/python -m pip --disable-pip-version-check --quiet
 CONSTRAINTS := constraints/cpu.txt
 QUICKSTART := runs/quickstart
+TRL := benchmarks/vs_trl
 COVERED := algo buffer config learn engine rollout
 
-.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine accept clean
+.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine bench-learner accept clean
 
 help:
 	@echo "make demo          train a real model on this machine's CPU, in minutes (writes $(QUICKSTART))"
@@ -23,7 +24,7 @@ help:
 	@echo "make fast          the tests that take seconds"
 	@echo "make check         linters, layers and types alone"
 	@echo "make docs          write docs/recipe.md anew from the schema"
-	@echo "make bench         every benchmark (bench-trl, bench-engine: one)"
+	@echo "make bench         every benchmark (bench-trl, bench-engine, bench-learner: one)"
 	@echo "make accept        one script for each promised line (accept-1: those of part 1)"
 	@echo "make setup         the virtual environment alone; setup-vllm adds vLLM"
 
@@ -82,10 +83,19 @@ docs: setup
 
 # --- measurements and promises: not part of the tests ---------------------------------------------------------------
 
-bench: bench-engine bench-trl
+bench: bench-engine bench-learner bench-trl
 
-bench-trl: setup
-	$(RUN)/python benchmarks/vs_trl/compare.py
+# TRL gets virtual environments of its own: one for its newest release, one for the last that has PPOTrainer.
+$(TRL)/.venv-%/.installed: $(TRL)/requirements-%.txt
+	@"$(PYTHON)" -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --requirement $<
+	@touch $@
+
+bench-trl: setup-dev $(TRL)/.venv-grpo/.installed $(TRL)/.venv-ppo/.installed
+	$(RUN)/python $(TRL)/compare.py $(BENCH_TRL_ARGS)
+
+bench-learner: setup
+	$(RUN)/python benchmarks/learner/step.py
 
 bench-engine: setup
 	$(RUN)/python benchmarks/engine/compare.py

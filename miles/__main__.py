@@ -67,6 +67,7 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None, table: Mapping[str, Command] = COMMANDS) -> int:
     """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input, 3 training aborted, 130 Ctrl-C."""
     wait_passively()
+    _have_streams()
     try:
         return _run(sys.argv[1:] if arguments is None else arguments, table)
     except MilesError as error:
@@ -90,6 +91,13 @@ def main(arguments: Sequence[str] | None = None, table: Mapping[str, Command] = 
             file=sys.stderr,
         )
         return 1
+
+
+def _have_streams() -> None:
+    """A process may be started with closed streams; the first files that it opens must not become its output."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _run(arguments: Sequence[str], table: Mapping[str, Command]) -> int:

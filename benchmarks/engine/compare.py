@@ -18,11 +18,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from miles.run.threads import wait_passively
 
-from miles.engine.inprocess import InProcessEngine
-from miles.types import Sampling
+wait_passively()  # as `miles train` does, for all contestants alike; before torch is imported
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
+
+from miles.engine.inprocess import InProcessEngine  # noqa: E402
+from miles.types import Sampling  # noqa: E402
 
 SYSTEM = "You are a helpful calculator. You answer with a single number and nothing else."
 
@@ -93,7 +97,7 @@ class Engine:
 def measure(contestants: dict[str, Callable[[int], None]], new: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of each contestant in each round, after one round that warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for name, run in contestants.items():
+    for run in contestants.values():
         run(2)
     for _ in range(repeats):
         for name, run in contestants.items():

@@ -25,9 +25,8 @@ COMMON = ["--eval.rows", "0", "--run.checkpoint_every", "none", "--log.live", "o
 
 def prepare(folder: Path) -> tuple[str, Path]:
     """The model's plain folder and the training rows as chat messages, for the other side."""
-    from miles.config.schema import Model
     from miles.env.tasks import find
-    from miles.learn.load import local_folder
+    from miles.learn.cache import smollm2_folder
 
     task = find("task:addition")
     rows = folder / "rows.jsonl"
@@ -42,7 +41,7 @@ def prepare(folder: Path) -> tuple[str, Path]:
         for row in task.rows(seed=0).train
     ]
     rows.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    return str(local_folder(Model(name="smollm2-135m-instruct-q4"))), rows
+    return str(smollm2_folder()), rows
 
 
 def run_trl(side: str, python: Path, model: str, rows: Path, steps: int, seed: int, folder: Path) -> dict:

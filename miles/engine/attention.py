@@ -36,9 +36,9 @@ def live_attention(
     Masks come from the plan. Refinements that a family asks for by keyword (soft caps, sinks) are not known here; the
     policy compares its logits with the model's own before it relies on this function.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     miles_plan.windows_seen[module.layer_idx] = sliding_window
-    return miles_plan.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
+    return miles_plan.attend(module.layer_idx, query, key, value, scale, sliding_window), None
 
 
 AttentionInterface.register(NAME, live_attention)

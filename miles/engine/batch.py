@@ -97,24 +97,36 @@ class LiveBatch:
         return failed
 
     @torch.inference_mode()
-    def remove(self, call: Call) -> None:
-        """Free the call's slots, and its prompt where nobody else continues it."""
+    def remove(self, call: Call, spoiled: bool = False) -> None:
+        """Free the call's slots, and its prompt where nobody else continues it; `spoiled` slots are wiped.
+
+        What a mask hides is multiplied by 0, so a slot's next owner must not find NaN behind its own tokens.
+        """
+        if spoiled:
+            self._row_cache.wipe([row.slot for row in call.rows if row.slot >= 0])
         for row in call.rows:
-            if row.slot is not None:
+            if row.slot >= 0:
                 self._free(row)
         prompt, call.prompt = call.prompt, None
         if prompt is None:
             return
         prompt.users -= 1
         if prompt.users == 0:
-            last = self._prompts.pop()
-            if last is not prompt:
-                self._prompt_cache.move([last.slot], [prompt.slot], len(last.ids))
-                last.slot = prompt.slot
-                self._prompts[last.slot] = last
+            self._drop_prompt(prompt, spoiled)
+
+    def _drop_prompt(self, prompt: _Prompt, spoiled: bool) -> None:
+        """The last prompt moves into the free slot, so that prompts stay side by side."""
+        last = self._prompts.pop()
+        if spoiled:
+            self._prompt_cache.wipe([prompt.slot])
+        if last is not prompt:
+            self._prompt_cache.move([last.slot], [prompt.slot], len(last.ids))
+            last.slot = prompt.slot
+            self._prompts[last.slot] = last
 
     def _free(self, row: Row) -> None:
-        self._rows[row.slot], row.slot = None, None
+        self._rows[row.slot] = None
+        row.slot = -1
 
     def _draw(self, logits: Tensor, rows: Sequence[Row], places: Sequence[int]) -> dict[Call, EngineError]:
         return take(

@@ -10,7 +10,7 @@ from miles.engine.batch import LiveBatch
 from miles.engine.owncache import generate_alone
 from miles.engine.policy import LivePolicy
 from miles.engine.probe import Findings, probe
-from miles.engine.requests import Call, Row, check_request
+from miles.engine.requests import Call, Row, check_request, wrapped
 from miles.engine.stopping import Stopper
 from miles.errors import EngineError
 from miles.types import Completion, Sampling
@@ -92,7 +92,8 @@ class InProcessEngine:
 
     def _start_driver(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._driver is not None and self._driver.get_loop() is not loop:
-            self._reset()  # its loop has gone, and the calls with it
+            self._clear()  # its loop has gone, and the calls with it
+            self._driver = None
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive(), name="miles-engine")
 
@@ -105,7 +106,7 @@ class InProcessEngine:
                     self._fail_all(error)
                 await asyncio.sleep(0)
         finally:
-            self._reset()
+            self._clear()
 
     def _step(self) -> None:
         """One forward, or two where a prompt comes in."""
@@ -161,32 +162,24 @@ class InProcessEngine:
             call.finish()
 
     def _fail(self, call: Call, error: Exception) -> None:
-        self._forget(call)
+        self._forget(call, spoiled=True)
         if not call.future.done():
             call.future.set_exception(error)
 
     def _fail_all(self, error: Exception) -> None:
         """An error that belongs to no one call: each caller hears of it, and the engine starts afresh."""
-        calls, batch = list(self._calls), self._batch
-        self._reset()
-        del batch
+        calls = self._calls
+        self._clear()
         for call in calls:
             if not call.future.done():
-                reason = error if isinstance(error, EngineError) else _wrapped(error)
-                call.future.set_exception(reason)
+                call.future.set_exception(wrapped(error))
 
-    def _forget(self, call: Call) -> None:
-        """Free what the call holds; a caller that was cancelled comes here too."""
+    def _forget(self, call: Call, spoiled: bool = False) -> None:
+        """Free what the call holds; a caller that was cancelled comes here too. `spoiled`: it may have stored NaN."""
         if call in self._calls:
             self._calls.remove(call)
             if self._batch is not None:
-                self._batch.remove(call)
+                self._batch.remove(call, spoiled)
 
-    def _reset(self) -> None:
-        self._calls, self._batch, self._alone, self._driver = [], None, None, None
-
-
-def _wrapped(error: Exception) -> EngineError:
-    wrapped = EngineError(f"the engine could not go on: {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
+    def _clear(self) -> None:
+        self._calls, self._batch, self._alone = [], None, None

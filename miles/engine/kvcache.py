@@ -56,6 +56,11 @@ class KVSlots:
             keys[target, :, :, :length] = keys[source, :, :, :length]
             values[target, :, :length] = values[source, :, :length]
 
+    def wipe(self, slots: Sequence[int]) -> None:
+        """Zero what these slots hold."""
+        for tensor in (*self._keys.values(), *self._values.values()):
+            tensor[list(slots)] = 0
+
     def clear(self) -> None:
         """Give all memory back."""
         self._keys: dict[int, Tensor] = {}

@@ -68,6 +68,10 @@ class LivePolicy:
             )
         return out.logits
 
+    def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
+        assert self._tiles is not None
+        return self._tiles.linear(module, x)
+
     @contextmanager
     def _ours(self) -> Iterator[None]:
         implementations = [config._attn_implementation for config in self._configs]
@@ -75,8 +79,8 @@ class LivePolicy:
             try:
                 for config in self._configs:
                     config._attn_implementation = attention.NAME
-                for module in self._linears if self._tiles else ():
-                    module.forward = functools.partial(self._tiles.linear, module)
+                for module in self._linears:
+                    module.__dict__["forward"] = functools.partial(self._linear, module)
                 yield
             finally:
                 for module in self._linears:

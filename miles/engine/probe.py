@@ -48,7 +48,9 @@ def probe(model: Any, deterministic: bool) -> Findings:
     try:
         alone, windows = _run(policy, [sequence[:-1]], sequence[-1], rows=3, row=1)
     except Exception as error:  # whatever a foreign family does with our attention, it is not for the fast path
-        return Findings(f"its attention does not go through transformers' attention interface ({error})")
+        return Findings(f"its forward does not work with another attention function ({type(error).__name__}: {error})")
+    if not windows:
+        return Findings("its attention does not go through transformers' attention interface")
     if not _windows_known(model, windows):
         return Findings("it does not tell its attention function the sliding window")
     spread = reference.std(dim=-1, keepdim=True)

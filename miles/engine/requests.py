@@ -23,7 +23,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop_reason: StopReason | None = None
-    slot: int | None = None  # its place among the rows that decode
+    slot: int = -1  # its place among the rows that decode; -1: none
 
     def take(self, token_id: int, logprob: float) -> None:
         """Append a sampled token."""
@@ -50,7 +50,7 @@ class Call:
 
     def waiting(self) -> list[Row]:
         """Samples that have their first token and wait for a place to decode."""
-        return [row for row in self.rows if row.token_ids and row.stop_reason is None and row.slot is None]
+        return [row for row in self.rows if row.token_ids and row.stop_reason is None and row.slot < 0]
 
     def finish(self) -> None:
         """Hand the completions over."""
@@ -59,18 +59,30 @@ class Call:
 
 
 def take(rows: Sequence[Row], draw: Draw) -> dict[Call, EngineError]:
-    """Give each row what was drawn for it; the calls that must fail because their logits are not finite."""
+    """Give each row what was drawn for it; the calls that must fail, and why."""
     failed: dict[Call, EngineError] = {}
     for row, token_id, logprob, finite in zip(rows, draw.token_ids, draw.logprobs, draw.finite, strict=True):
-        if finite:
-            row.take(token_id, logprob)
-        else:
+        if not finite:
             failed[row.call] = EngineError(
                 f"the model's logits are not finite at token {len(row.token_ids)} of a completion (prompt of "
                 f"{len(row.call.ids)} tokens, version {row.call.version}): its weights hold NaN or infinity, or its "
                 "activations overflow; nothing was sampled. Lower the learning rate, or go back to a checkpoint"
             )
+            continue
+        try:
+            row.take(token_id, logprob)
+        except Exception as error:  # the caller's tokenizer: the caller's error, and nobody else's
+            failed[row.call] = wrapped(error)
     return failed
+
+
+def wrapped(error: Exception) -> EngineError:
+    """The error as an EngineError; its own kind stays as the cause."""
+    if isinstance(error, EngineError):
+        return error
+    outer = EngineError(f"the engine could not go on: {type(error).__name__}: {error}")
+    outer.__cause__ = error
+    return outer
 
 
 def _completion(row: Row, version: int) -> Completion:

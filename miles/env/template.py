@@ -140,13 +140,13 @@ def fit_prompts(
 ) -> tuple[Dataset, str | None]:
     """The rows whose prompts leave room for an answer, and what to tell the user about those that do not.
 
-    The limit is `data.max_prompt_tokens`, at most context - max_new_tokens. Raises DataError, which lists the long
-    rows, under `data.overlong_prompts = "error"`, and when no row is left. No prompt is ever cut.
+    The limit is `data.max_prompt_tokens`, at most context - max_new_tokens. Raises DataError for a row that cannot be
+    rendered, and one that lists the long rows under `data.overlong_prompts = "error"`, and when no row is left. No prompt is ever cut.
     """
     limit = _limit(section, context, max_new_tokens)
+    lengths = [_rendered_length(data, index, renderer) for index in range(len(data))]
     if limit is None:
         return data, None
-    lengths = [len(renderer.prompt(row).ids) for row in data]
     long = [index for index, length in enumerate(lengths) if length > limit]
     if not long:
         return data, None
@@ -162,6 +162,13 @@ def fit_prompts(
     return data.only(i for i in range(len(data)) if i not in dropped), f"{message}; left out"
 
 
+def _rendered_length(data: Dataset, index: int, renderer: Renderer) -> int:
+    try:
+        return len(renderer.prompt(data[index]).ids)
+    except DataError as error:
+        raise DataError(f"row {index} of {data.source} (counted from 0): {error}") from error
+
+
 def preview(data: Dataset, renderer: Renderer, n: int = 3) -> list[str]:
     """The first n prompts exactly as the model will see them, decoded from their ids."""
     return [renderer.codec.decode(renderer.prompt(row).ids) for row in data[:n]]
@@ -171,7 +178,7 @@ def _limit(section: schema.Data, context: int | None, max_new_tokens: int) -> in
     room = None if context is None else context - max_new_tokens
     if room is not None and room < 1:
         raise DataError(
-            f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in the model's context of {context} tokens"
+            f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in the model's context of {context} tokens: lower it"
         )
     limits = [limit for limit in (section.max_prompt_tokens, room) if limit is not None]
     return min(limits, default=None)

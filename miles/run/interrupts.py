@@ -62,11 +62,12 @@ class Interrupts:
         try:
             yield
         except BaseException:
-            if self._pending is None:
+            if self._pending is None or self._depth:
                 raise
         finally:
             self._cancel = None
-        self._raise_pending()
+        if self._depth == 0:
+            self._raise_pending()
 
     def _raise_pending(self) -> None:
         pending, self._pending = self._pending, None

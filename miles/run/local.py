@@ -111,6 +111,7 @@ class LocalLauncher:
             model, inputs.tokenizer, version=lambda: self._publisher.version, end_token_ids=inputs.sampling.stop_token_ids,
             max_batch=recipe.engine.max_batch, deterministic=recipe.rollout.deterministic,
         )  # fmt: skip
+        self._engine, self._told_slow = engine, False
         episodes = Episodes(inputs.environment, engine, inputs.rewards, inputs.sampling, inputs.renderer.text)
         stream = PromptStream(
             len(inputs.train),
@@ -178,10 +179,18 @@ class LocalLauncher:
     def _collect(self, loop: Coroutines, stream: PromptStream, episodes: Episodes, buffer: EmbeddedBuffer) -> None:
         collector = Collector(buffer, stream, self.inputs.train, episodes, recipe=self.recipe, row=self.row)
         loop.run(collector.run())
+        self._tell_slow()
 
     def _evaluate(self, loop: Coroutines, episodes: Episodes) -> tuple[Mapping[str, float], Evaluation]:
         evaluation = loop.run(run_evaluation(self.inputs.held_out, episodes, recipe=self.recipe))
+        self._tell_slow()
         return evaluation_metrics(evaluation, self.inputs.rewards.full), evaluation
+
+    def _tell_slow(self) -> None:
+        reason = self._engine.slow_reason
+        if reason is not None and not self._told_slow:
+            self._told_slow = True
+            log.warning("%s is sampled from slowly, one prompt after another: %s", self.recipe.model.name, reason)
 
     def _show_start(self, start: Mapping[str, Any], version: int) -> None:
         recipe = self.recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 def logs_to(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """While active, records of `miles` are appended to `path`, and those from WARNING up are also said."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(path, encoding="utf-8")
+    file = _File(path, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("miles")
     level, propagate = logger.level, logger.propagate
@@ -28,7 +29,8 @@ def logs_to(path: Path, say: Callable[[str], None]) -> Iterator[None]:
             logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
-        file.close()
+        with contextlib.suppress(OSError):  # the same disk
+            file.close()
 
 
 @contextmanager
@@ -43,6 +45,11 @@ def said(say: Callable[[str], None]) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+class _File(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """On a full disk the log loses its lines; the run says itself what it could not write."""
 
 
 class _Said(logging.Handler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from miles.config.load import COMMAND_LINE
-from miles.errors import BadInput, NothingToTrain, TrainingAborted
+from miles.errors import BadInput, MilesError, TrainingAborted
 from miles.observe.live import LiveView
 from miles.observe.report import REPORT_FILE, write_report
 from miles.observe.rows import METRICS_FILE, read_rows
-from miles.run.local import LocalLauncher
+from miles.run.local import FAILED_OUTSIDE_OF_UPDATES, LocalLauncher
 from miles.run.logs import said
 from miles.run.prepare import RewardArgument, prepare
 from miles.run.recipes import inspect
@@ -75,8 +76,9 @@ def start_run(
         inputs = prepare(recipe, rows=rows, reward=reward)
     try:
         code = LocalLauncher(recipe, resolved.row, inputs, target, resume, view).launch()
-    except (TrainingAborted, NothingToTrain):
-        write_report(target)  # what the message asks the user to look at
+    except (TrainingAborted, *FAILED_OUTSIDE_OF_UPDATES):
+        with contextlib.suppress(MilesError):  # of the two errors the first one counts
+            write_report(target)
         raise
     write_report(target)
     return TrainedRun(target, code)

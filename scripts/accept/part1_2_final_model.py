@@ -31,11 +31,10 @@ def right_answers(folder: Path) -> int:
 
 
 def main() -> None:
-    from miles.config.schema import Model
-    from miles.learn.load import local_folder
+    from miles.learn.cache import smollm2_folder
 
     trained = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "runs" / "quickstart" / "final"
-    after, before = right_answers(trained), right_answers(local_folder(Model(name="smollm2-135m-instruct-q4")))
+    after, before = right_answers(trained), right_answers(smollm2_folder())
     check("sums right of 100, trained, greedy (>= 90)", after, after >= 90)
     check("sums right of 100, untrained, greedy (< 90)", before, before < 90)
     finish()

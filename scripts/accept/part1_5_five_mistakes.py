@@ -33,8 +33,8 @@ def main() -> None:
     print(done.stderr)
     for word in ("no/such/folder", "missing.jsonl", "algorithm.steps", "group_size", "rollout.group_size"):
         check(f"names {word}", word in done.stderr, word in done.stderr)
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    check("messages (5)", len(lines), len(lines) in (5, 6))
+    messages = [line for line in done.stderr.splitlines() if line.startswith("  - ")]
+    check("messages (5)", len(messages), len(messages) == 5)
     check("seconds (< 1)", round(seconds, 2), seconds < 1)
     finish()
 

@@ -16,4 +16,7 @@ os.chdir(job.get("cwd", "."))
 os.environ.update(job.get("environ", {}))
 if "file_limit" in job:
     resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit"], resource.RLIM_INFINITY))
+for stream in job.get("closed", ()):
+    os.close(stream)
+    setattr(sys, {1: "stdout", 2: "stderr"}[stream], None)
 sys.exit(main(job["arguments"]))

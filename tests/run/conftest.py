@@ -133,7 +133,7 @@ class Processes:
         self._child = str(Path(__file__).with_name("child.py"))
 
     def start(self, arguments: list[str], log: Path, **job: Any) -> multiprocessing.process.BaseProcess:
-        """`job`: cwd, environ (changes), file_limit (bytes that a file may have)."""
+        """`job`: cwd, environ (changes), file_limit (bytes that a file may have), closed (numbers of output streams)."""
         given = {"job": {"arguments": arguments, "log": str(log), **job}}
         process = self._context.Process(target=runpy.run_path, args=(self._child,), kwargs={"init_globals": given})
         process.start()

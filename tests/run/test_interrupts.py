@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -49,3 +50,62 @@ def test_handlers_are_put_back():
     with Interrupts().active():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_block_that_can_be_cancelled_is_ended_by_its_own_means():
+    interrupts, done = Interrupts(), []
+
+    def work() -> None:
+        with interrupts.cancelling(lambda: done.append("asked")):
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("ended in order")
+
+    with interrupts.active(), pytest.raises(Interrupted) as caught:
+        work()
+    assert done == ["asked", "ended in order"]
+    assert caught.value.exit_code == 143
+
+
+def test_what_a_cancelled_block_raises_gives_way_to_the_signal_and_nothing_stays_behind():
+    interrupts = Interrupts()
+
+    def work(asked: bool) -> None:
+        with interrupts.cancelling(lambda: None):
+            if asked:
+                os.kill(os.getpid(), signal.SIGINT)
+            raise ValueError("cancelled")
+
+    with interrupts.active():
+        with pytest.raises(Interrupted):
+            work(True)
+        with pytest.raises(ValueError, match="cancelled"):
+            work(False)
+        with interrupts.whole():
+            pass
+
+
+def test_inside_a_whole_nothing_is_cancelled():
+    interrupts, done = Interrupts(), []
+
+    def work() -> None:
+        with interrupts.whole():
+            with interrupts.cancelling(lambda: done.append("cancelled")):
+                os.kill(os.getpid(), signal.SIGINT)
+            done.append("whole")
+
+    with interrupts.active(), pytest.raises(Interrupted):
+        work()
+    assert done == ["whole"]
+
+
+def test_outside_of_the_main_thread_signals_are_left_alone():
+    before, found = signal.getsignal(signal.SIGINT), []
+
+    def run() -> None:
+        with Interrupts().active():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [before]

@@ -59,25 +59,42 @@ def test_killed_in_the_middle_of_a_step_and_resumed(name, runs, processes, tools
 
 
 @pytest.mark.parametrize(
-    ("signum", "call", "version"),
-    [(signal.SIGINT, 14, 3), (signal.SIGTERM, 14, 3), (signal.SIGINT, 1, 0), (signal.SIGTERM, 17, 4)],
+    ("signum", "call", "version", "changes"),
+    [
+        (signal.SIGINT, 14, 3, {}),
+        (signal.SIGTERM, 17, 4, {}),
+        (signal.SIGINT, 1, 0, {}),
+        (signal.SIGTERM, 2, 0, HELD_OUT),  # the evaluation at the start has eight calls
+        (signal.SIGINT, 8 + 20 + 3, 5, HELD_OUT),  # the one at the end
+    ],
 )
-def test_a_signal_leaves_a_whole_checkpoint_and_says_so(signum, call, version, runs, processes, tools, tmp_path):
-    changes = settings({})
+def test_a_signal_leaves_a_whole_checkpoint_and_says_so(
+    signum, call, version, changes, runs, processes, tools, tmp_path
+):
+    given = settings(changes)
     environ = {"KILL_AT": str(call), "KILL_WITH": str(int(signum))}
-    ended = processes.run(runs.arguments("run", changes), tmp_path / "log", environ=environ)
+    ended = processes.run(runs.arguments("run", given), tmp_path / "log", environ=environ)
     assert ended.code == 128 + signum
     assert "Traceback" not in ended.out
     assert f"stopped by a signal; a checkpoint is in {runs['run'] / 'checkpoints'}: continue with --resume" in ended.out
     assert (runs["run"] / "checkpoints" / "LATEST").read_text().strip() == f"step_{version:06d}"
+    assert not (runs["run"] / "final").exists()
     reader = LedgerReader(runs["run"])
     assert reader.stats().leased == 0
     reader.close()
-    resumed = tools.command(*runs.arguments("run", changes, resume=True))
+    resumed = tools.command(*runs.arguments("run", given, resume=True))
     assert resumed.code == 0
     assert (f"continues from step {version}" in resumed.out) == (version > 0)
-    assert tools.command(*runs.arguments("unbroken", changes)).code == 0
+    assert tools.command(*runs.arguments("unbroken", given)).code == 0
     tools.same_run(runs["unbroken"], runs["run"])
+
+
+def test_ctrl_c_before_there_is_anything_to_keep(runs, processes, tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\ndef f(p, c): return c\n", encoding="utf-8")
+    ended = processes.run(runs.arguments("run", {"reward.functions": [f"{path}:f"]}), tmp_path / "log")
+    assert (ended.code, ended.out) == (130, "miles: interrupted.\n")
+    assert not runs["run"].exists()
 
 
 KILLS_IN_ITS_LOSS = """
