@@ -53,9 +53,10 @@ class LedgerReader:
             return msgspec.json.decode(self._store.value("SELECT identity FROM run WHERE id = ?"))
 
     def short(self, version: int) -> str | None:
-        """Why the manifest of `version` holds fewer groups than a step asks for; None where it is full."""
+        """Why the manifest of `version` holds fewer groups than a step asks for; None where it is full, or not made yet."""
         with self._store.reading():
-            return self._store.value("SELECT short FROM step WHERE run = ? AND step = ?", version)
+            row = self._store.one("SELECT short FROM step WHERE run = ? AND step = ?", version)
+            return None if row is None else row["short"]
 
     def manifest(self, version: int) -> list[int]:
         """The ordinals that step `version` trains on, in order; empty where the manifest does not exist yet."""

@@ -253,11 +253,11 @@ def _plain(value: Any, where: str) -> Any:
 def _failure(root: Path, version: int, tensors: Mapping[str, Mapping[str, Tensor]], error: Exception) -> str:
     untouched = "Checkpoints that were there before are untouched."
     if not folders.is_disk_full(error):
-        return f"checkpoint {version} could not be written to {root}: {error}. {untouched} Make the folder writable."
+        return f"checkpoint {version} could not be written to {root}: {error}. {untouched} Make the folder writable, then continue with --resume."
     needed = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
     free = shutil.disk_usage(root).free if root.exists() else 0
     return (
-        f"disk full while writing checkpoint {version} to {root}: it takes {needed / 2**30:.2f} GiB and "
-        f"{free / 2**30:.2f} GiB are free. {untouched} Free some space, lower run.keep_checkpoints (one more than that "
+        f"disk full while writing checkpoint {version} to {root}: it takes {needed / 2**20:,.0f} MiB and "
+        f"{free / 2**20:,.0f} MiB are free. {untouched} Free some space, lower run.keep_checkpoints (one more than that "
         "exists while saving), or choose another --run folder, then start again with --resume."
     )

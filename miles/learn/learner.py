@@ -119,7 +119,8 @@ class Learner:
             raise TrainingAborted(
                 f"step {self.version}: the loss or the gradient was not finite in {self._skipped_in_a_row} updates in a row "
                 "(run.max_skipped_updates); the weights are those before the first of them. Look at the rewards and "
-                "log-probabilities of these groups, or lower learner.learning_rate."
+                "log-probabilities of these groups, or lower learner.learning_rate.",
+                metrics,
             )
         self._after_step(metrics, len(step.segments))
         return metrics

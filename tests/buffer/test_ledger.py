@@ -233,6 +233,28 @@ def test_an_empty_file_is_no_run_to_read(tmp_path: Path) -> None:
         LedgerReader(tmp_path)
 
 
+def test_a_damaged_ledger_is_an_error_to_readers_too(tmp_path: Path, open_ledger: Open) -> None:
+    open_ledger().close()
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(path.read_bytes()[:4096] + b"\xff" * 4096)
+    with pytest.raises(ExperienceError, match=r"could not be (opened|read or written) .*(malformed|schema)"):
+        LedgerReader(tmp_path)
+
+
+def test_the_identity_and_why_a_step_is_short_can_be_read(open_ledger: Open, fill: Fill, tmp_path: Path) -> None:
+    ledger = open_ledger(2, num_rows=3, epochs=1, identity={"config": "c", "rows": "r"})
+    while ledger.waiting():
+        fill(ledger)
+        version = ledger.stats().weight_version
+        ledger.create(version)
+        ledger.advance(version + 1)
+    reader = LedgerReader(tmp_path)
+    identity = reader.identity()
+    assert (identity["config"], identity["rows"], identity["rows of the data"]) == ("c", "r", 3)
+    assert [reader.short(version) for version in (0, 1, 2)] == [None, "stream_ended", None]
+    reader.close()
+
+
 def test_stats_and_events(
     open_ledger: Open, fill: Fill, make_group: Callable[..., Group], clock: Callable[[], float]
 ) -> None:
