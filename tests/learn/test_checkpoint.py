@@ -405,7 +405,7 @@ def test_a_full_disk_says_how_much_is_missing_and_leaves_the_old_ones(tmp_path):
         pytest.skip("needs the right to mount a small file system")
     try:
         put(disk, 10)
-        with pytest.raises(CheckpointError, match=r"disk full while writing checkpoint 20 to .*: it takes 0.01 GiB"):
+        with pytest.raises(CheckpointError, match=r"disk full while writing checkpoint 20 to .*: it takes 11 MiB"):
             checkpoint.save(disk, 20, {"model": {"w": torch.zeros(3_000_000)}}, {})
         with pytest.raises(CheckpointError, match=r"disk full .* lower run.keep_checkpoints .* --resume"):
             checkpoint.save(disk, 20, {}, {"long": "x" * 3_000_000})
