@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from miles.engine.kvcache import KVSlots, round_up
+from miles.engine.kvcache import PromptStore, SampleStore, round_up
 
 NAME = "miles_live"
 
@@ -47,7 +47,7 @@ AttentionInterface.register(NAME, live_attention)
 class PrefillPlan:
     """Prompts side by side in one row of tokens, each seeing itself only; keys and values go to the prompts' slots."""
 
-    def __init__(self, cache: KVSlots, lengths: Sequence[int], slots: Sequence[int]) -> None:
+    def __init__(self, cache: PromptStore, lengths: Sequence[int], slots: Sequence[int]) -> None:
         """`lengths` ascending, so that prompts of one length stand together and are attended in one product."""
         self._cache = cache
         self._runs: list[tuple[int, int, list[int]]] = []  # first token, length, slots
@@ -93,8 +93,8 @@ class DecodePlan:
 
     def __init__(
         self,
-        prompt_cache: KVSlots,
-        sample_cache: KVSlots,
+        prompt_cache: PromptStore,
+        sample_cache: SampleStore,
         prompts: Sequence[int],
         prompt_lengths: Sequence[int],
         steps: Sequence[int],
@@ -119,6 +119,8 @@ class DecodePlan:
         filled = [(rows + rows[:1] * self._share)[: self._share] for rows in members.values()]
         self._rows = torch.tensor(filled, device=device).view(-1)
         places = {row: g * self._share + i for g, rows in enumerate(members.values()) for i, row in enumerate(rows)}
+        # Where every prompt has as many samples, side by side, as a fresh batch of groups has, nothing need be gathered.
+        self._in_order = [row for rows in filled for row in rows] == list(range(len(prompts)))
         self._places = torch.tensor([places.get(row, 0) for row in range(len(prompts))], device=device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -138,7 +140,7 @@ class DecodePlan:
         scores = torch.cat(
             [
                 self._by_row(torch.bmm(self._by_prompt(q), prompt_keys), kv_heads, share),
-                _pair_bmm(q.reshape(rows * kv_heads, share, width), own_keys).view(rows, kv_heads, share, -1),
+                _pair_bmm(q.view(-1, share, width), own_keys.transpose(1, 2)).view(rows, kv_heads, share, -1),
             ],
             dim=-1,
         )
@@ -150,25 +152,27 @@ class DecodePlan:
         return out.reshape(rows, 1, heads, -1)
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this token's keys and values; all of the rows' own, [R * kv heads, d, S] and [R * kv heads, S, d]."""
+        """Write this token's keys and values; all of the rows' own, both [R * kv heads, S, d]."""
         keys, values = self._sample_cache.layer(layer, k)
-        rows, heads, _, width = k.shape
-        keys = keys[:rows]
-        keys.scatter_(3, self._steps[:, :, None, None].expand(rows, heads, width, 1), k.transpose(2, 3))
-        values = values[:rows]
-        values[self._all, :, self._steps[:, 0]] = v[:, :, 0]
-        return keys[..., : self._suffix].flatten(0, 1), values[:, :, : self._suffix].flatten(0, 1)
+        rows, steps = len(k), self._steps[:, 0]
+        keys[steps, self._all] = k[:, :, 0]
+        values[steps, self._all] = v[:, :, 0]
+        own_keys, own_values = keys[: self._suffix, :rows], values[: self._suffix, :rows]
+        return own_keys.flatten(1, 2).transpose(0, 1), own_values.flatten(1, 2).transpose(0, 1)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
         """[R, kv heads, share, n] -> [prompts * kv heads, rows of a prompt * share, n]."""
-        _, heads, share, n = x.shape
-        x = x.index_select(0, self._rows).view(-1, self._share, heads, share, n)
+        share, n = x.shape[2:]
+        if not self._in_order:
+            x = x.index_select(0, self._rows)
+        x = x.unflatten(0, (-1, self._share))
         return x.transpose(1, 2).reshape(-1, self._share * share, n)
 
     def _by_row(self, x: Tensor, heads: int, share: int) -> Tensor:
         """The way back: [prompts * kv heads, rows of a prompt * share, n] -> [R, kv heads, share, n]."""
         x = x.view(-1, heads, self._share, share, x.shape[-1]).transpose(1, 2)
-        return x.reshape(-1, heads, share, x.shape[-1]).index_select(0, self._places)
+        x = x.reshape(-1, heads, share, x.shape[-1])
+        return x if self._in_order else x.index_select(0, self._places)
 
     def _mask(self, window: int | None, like: Tensor) -> Tensor:
         """[R, 1, 1, P + S] added to the scores: 0 on what the row sees, -inf elsewhere."""

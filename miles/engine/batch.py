@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from miles.engine.attention import DecodePlan
-from miles.engine.kvcache import KVSlots
+from miles.engine.kvcache import PromptStore, SampleStore
 from miles.engine.policy import LivePolicy
 from miles.engine.requests import Call, Row, take
 from miles.engine.sampling import draw
@@ -32,7 +32,7 @@ class LiveBatch:
         self._max_batch = max_batch
         self._prompts: list[_Prompt] = []  # by slot
         self._rows: list[Row | None] = []  # by slot; None: a row has ended and its slot is free
-        self._prompt_cache, self._row_cache = KVSlots(), KVSlots()
+        self._prompt_cache, self._row_cache = PromptStore(), SampleStore()
 
     @property
     def free(self) -> int:

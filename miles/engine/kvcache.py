@@ -10,7 +10,7 @@ from torch import Tensor
 BLOCK = 16
 """Lengths that attention sees are multiples of this: there padding a length leaves every bit of a product alone."""
 
-_LEAST, _MOST = 64, 256  # tokens of the first room, and of what is added at most where more is not asked for
+_MOST = 256  # tokens of room added beyond what is asked for, at most: room costs time too, it is zeroed
 
 
 def round_up(length: int) -> int:
@@ -18,15 +18,21 @@ def round_up(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
-class KVSlots:
-    """One store of `slots` sequences for every layer of a model.
+class _Store:
+    """Keys and values of every layer, in the type that the layer makes.
 
-    Keys stand transposed, [slots, heads, width, capacity], values [slots, heads, capacity, width], in the type that
-    the layer makes. Fresh room is zero: what stands behind a mask must be finite, or 0 * NaN spoils a sum.
+    Fresh room is zero: what stands behind a mask must be finite, or 0 * NaN spoils a sum.
     """
 
+    _slot_axis: int
+    _key_token_axis: int
+    _value_token_axis: int
+
     def __init__(self) -> None:
-        self.clear()
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._slots = 0
+        self._capacity = 0
 
     def reserve(self, slots: int, length: int) -> None:
         """Make room for `slots` sequences of `length` tokens; what is stored stays."""
@@ -34,42 +40,54 @@ class KVSlots:
             return
         self._slots = max(slots, self._slots)
         if length > self._capacity:
-            self._capacity = max(round_up(length), _LEAST, min(2 * self._capacity, self._capacity + _MOST))
-        for layer, keys in self._keys.items():
-            self._keys[layer] = _grown(keys, (self._slots, *keys.shape[1:3], self._capacity))
-            values = self._values[layer]
-            self._values[layer] = _grown(values, (self._slots, values.shape[1], self._capacity, values.shape[3]))
+            self._capacity = max(round_up(length), min(2 * self._capacity, self._capacity + _MOST))
+        for layer in self._keys:
+            self._keys[layer] = self._grown(self._keys[layer], self._key_token_axis)
+            self._values[layer] = self._grown(self._values[layer], self._value_token_axis)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of the slots `sources` into the slots `targets`; the two are disjoint."""
+        for tensors, axis in ((self._keys, self._key_token_axis), (self._values, self._value_token_axis)):
+            for tensor in tensors.values():
+                tokens = tensor.narrow(axis, 0, length)
+                source = tokens.index_select(self._slot_axis, torch.tensor(sources, device=tensor.device))
+                tokens.index_copy_(self._slot_axis, torch.tensor(targets, device=tensor.device), source)
+
+    def wipe(self, slots: Sequence[int]) -> None:
+        """Zero what these slots hold."""
+        for tensor in (*self._keys.values(), *self._values.values()):
+            tensor.index_fill_(self._slot_axis, torch.tensor(list(slots), dtype=torch.long, device=tensor.device), 0)
+
+    def _grown(self, old: Tensor, axis: int) -> Tensor:
+        shape = list(old.shape)
+        shape[self._slot_axis], shape[axis] = self._slots, self._capacity
+        new = old.new_zeros(shape)
+        new[tuple(slice(0, size) for size in old.shape)] = old
+        return new
+
+
+class PromptStore(_Store):
+    """Written once a prompt, read by many queries: keys [slots, heads, width, tokens], values [.., tokens, width]."""
+
+    _slot_axis, _key_token_axis, _value_token_axis = 0, 3, 2
 
     def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer; `like` [rows, heads, tokens, width] says what they are made of at first use."""
+        """Keys and values; `like` [rows, heads, tokens, width] says what they are made of at first use."""
         if layer not in self._keys:
             heads, width = like.shape[1], like.shape[3]
             self._keys[layer] = like.new_zeros(self._slots, heads, width, self._capacity)
             self._values[layer] = like.new_zeros(self._slots, heads, self._capacity, width)
         return self._keys[layer], self._values[layer]
 
-    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of the slots `sources` into the slots `targets`; the two are disjoint."""
-        for layer, keys in self._keys.items():
-            values = self._values[layer]
-            source, target = torch.tensor(sources, device=keys.device), torch.tensor(targets, device=keys.device)
-            keys[target, :, :, :length] = keys[source, :, :, :length]
-            values[target, :, :length] = values[source, :, :length]
 
-    def wipe(self, slots: Sequence[int]) -> None:
-        """Zero what these slots hold."""
-        for tensor in (*self._keys.values(), *self._values.values()):
-            tensor[list(slots)] = 0
+class SampleStore(_Store):
+    """Written at each token by every sample: both [tokens, slots, heads, width], so that one step's writes lie together."""
 
-    def clear(self) -> None:
-        """Give all memory back."""
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
-        self._slots = 0
-        self._capacity = 0
+    _slot_axis, _key_token_axis, _value_token_axis = 1, 0, 0
 
-
-def _grown(old: Tensor, shape: tuple[int, ...]) -> Tensor:
-    new = old.new_zeros(shape)
-    new[tuple(slice(0, size) for size in old.shape)] = old
-    return new
+    def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values; `like` [rows, heads, tokens, width] says what they are made of at first use."""
+        if layer not in self._keys:
+            shape = self._capacity, self._slots, like.shape[1], like.shape[3]
+            self._keys[layer], self._values[layer] = like.new_zeros(shape), like.new_zeros(shape)
+        return self._keys[layer], self._values[layer]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from miles.engine import attention
 from miles.engine.attention import DecodePlan, PrefillPlan
-from miles.engine.kvcache import KVSlots
+from miles.engine.kvcache import PromptStore
 from miles.engine.linear import STEP, Tiles
 
 
@@ -39,7 +39,7 @@ class LivePolicy:
         return -(-rows // STEP) * STEP if self._tiles else max(2, rows)
 
     @torch.inference_mode()
-    def prefill(self, cache: KVSlots, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
+    def prefill(self, cache: PromptStore, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
         """Logits [len(prompts), V] behind the last token of each prompt; keys and values go to the cache's `slots`."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         lengths = [len(prompts[i]) for i in order]

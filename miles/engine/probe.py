@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from miles.engine.attention import DecodePlan
-from miles.engine.kvcache import KVSlots
+from miles.engine.kvcache import PromptStore, SampleStore
 from miles.engine.linear import Tiles
 from miles.engine.policy import LivePolicy, evaluating, plain_linears
 from miles.errors import EngineError
@@ -96,7 +96,7 @@ def _run(
     policy: LivePolicy, prompts: list[list[int]], token: int, rows: int, row: int
 ) -> tuple[Tensor, dict[int, int | None]]:
     """[2, V]: logits behind the first prompt and behind `token` after it, decoded at place `row` of `rows` others."""
-    prompt_cache, sample_cache = KVSlots(), KVSlots()
+    prompt_cache, sample_cache = PromptStore(), SampleStore()
     prompt_cache.reserve(len(prompts), max(map(len, prompts)))
     first = policy.prefill(prompt_cache, prompts, range(len(prompts)))[0]
     padded = policy.padded_rows(rows)

@@ -50,23 +50,26 @@ def draw(
     `temperatures` [n]; 0 takes the largest logit, the first one of equals. Samples that share a row must share its
     temperature. Otherwise the token is the inverse of the distribution function at `uniforms(seeds, indices)`, which
     needs one random number a token. Sums run in float32 over 64 entries and in float64 over the rest.
+
+    `logits` is overwritten: at 64 rows and 50,000 tokens each copy costs as much as the whole draw.
     """
     scores = _scaled(logits, temperatures, rows)
     tops = scores.amax(dim=1)
     low, high = _SAFE_TOP
     shift = torch.where((tops >= low) & (tops <= high), 0.0, tops)
     if bool(shift.any()):  # also where NaN
-        scores = scores - shift[:, None]
-    masses, blocks = _block_masses(scores.exp())
-    totals = masses[:, -1].log()
-
+        scores -= shift[:, None]
     index = torch.as_tensor(rows, device=logits.device)
+    best = scores.argmax(dim=1)[index] if min(temperatures) == 0 else None
+
+    weights = scores.exp_()
+    masses, blocks = _block_masses(weights)
     target = torch.from_numpy(uniforms(seeds, indices)).to(logits.device) * masses[index, -1]
-    tokens = _invert(scores, masses, blocks, index, target)
-    if min(temperatures) == 0:
+    tokens = _invert(weights, masses, blocks, index, target)
+    if best is not None:
         greedy = torch.as_tensor([t == 0 for t in temperatures], device=logits.device)
-        tokens = torch.where(greedy, scores.argmax(dim=1)[index], tokens)
-    logprobs = scores[index, tokens].double() - totals[index]
+        tokens = torch.where(greedy, best, tokens)
+    logprobs = weights[index, tokens].double().log() - masses[index, -1].log()
     finite = torch.isfinite(tops)[index] & torch.isfinite(logprobs)
     return Draw(tokens.tolist(), logprobs.tolist(), finite.tolist())
 
@@ -79,7 +82,7 @@ def _scaled(logits: Tensor, temperatures: Sequence[float], rows: Sequence[int]) 
     divisor = [1.0] * len(scores)
     for row, temperature in zip(rows, temperatures, strict=True):
         divisor[row] = temperature or 1.0
-    return scores / torch.tensor(divisor, device=scores.device)[:, None]
+    return scores.div_(torch.tensor(divisor, device=scores.device)[:, None])
 
 
 def _block_masses(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,16 +97,16 @@ def _block_masses(weights: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.cumsum(dim=1), blocks
 
 
-def _invert(scores: Tensor, masses: Tensor, blocks: Tensor, rows: Tensor, target: Tensor) -> Tensor:
+def _invert(weights: Tensor, masses: Tensor, blocks: Tensor, rows: Tensor, target: Tensor) -> Tensor:
     """[n] int64: the first entry whose running mass exceeds the target. An entry without mass is never taken."""
     masses, blocks = masses[rows], blocks[rows]
     block = _first_above(masses, target)
     before = (masses.gather(1, block[:, None]) - blocks.gather(1, block[:, None])).squeeze(1)
     entries = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=rows.device)
-    inside = entries < scores.shape[1]
-    entries = entries.clamp(max=scores.shape[1] - 1)
-    weights = torch.where(inside, scores[rows[:, None], entries].exp(), 0.0).double()
-    return entries[:, 0] + _first_above(weights.cumsum(dim=1), target - before)
+    inside = entries < weights.shape[1]
+    entries = entries.clamp(max=weights.shape[1] - 1)
+    local = torch.where(inside, weights[rows[:, None], entries], 0.0).double()
+    return entries[:, 0] + _first_above(local.cumsum(dim=1), target - before)
 
 
 def _first_above(running: Tensor, target: Tensor) -> Tensor:

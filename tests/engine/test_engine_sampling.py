@@ -2,12 +2,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from miles.engine.sampling import draw, uniforms
+from miles.engine import sampling
+from miles.engine.sampling import Draw, uniforms
+
+
+def draw(logits: torch.Tensor, *rest: Any) -> Draw:
+    """`sampling.draw` of a copy."""
+    return sampling.draw(logits.clone(), *rest)
 
 
 def test_a_number_depends_on_its_seed_and_place_only() -> None:
