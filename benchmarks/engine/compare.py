@@ -18,15 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles.run.threads import wait_passively
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-wait_passively()  # as `miles train` does, for all contestants alike; before torch is imported
-
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
-
-from miles.engine.inprocess import InProcessEngine  # noqa: E402
-from miles.types import Sampling  # noqa: E402
+from miles.engine.inprocess import InProcessEngine
+from miles.types import Sampling
 
 SYSTEM = "You are a helpful calculator. You answer with a single number and nothing else."
 
