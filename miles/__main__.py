@@ -17,7 +17,7 @@ from miles.config.text import split_overrides
 from miles.errors import BadInput, ConfigError, MilesError
 from miles.run import commands
 from miles.run.interrupts import Interrupted
-from miles.run.threads import wait_passively
+from miles.run.threads import spin_briefly
 
 INTERRUPTED = 130
 OVERRIDES = (
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None, table: Mapping[str, Command] = COMMANDS) -> int:
     """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input, 3 training aborted, 130 Ctrl-C."""
-    wait_passively()
+    spin_briefly()
     _have_streams()
     try:
         return _run(sys.argv[1:] if arguments is None else arguments, table)

@@ -1,5 +1,5 @@
-"""For every test: threads that wait do not spin, or two test processes on two cores would take minutes for seconds."""
+"""For every test: threads that wait spin only briefly, or two test processes on two cores would take minutes for seconds."""
 
-from miles.run.threads import wait_passively
+from miles.run.threads import spin_briefly
 
-wait_passively()
+spin_briefly()

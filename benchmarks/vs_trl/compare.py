@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from miles.run.threads import SPINS
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SAMPLES_PER_STEP = 64
@@ -66,8 +68,9 @@ def run_miles(side: str, steps: int, seed: int, folder: Path) -> dict:
 
 
 def execute(command: list[str]) -> None:
+    """Both sides wait for threads alike, in the way that is best for either: see miles/run/threads.py."""
     print("$", " ".join(Path(part).name if os.sep in part else part for part in command), flush=True)
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": SPINS}
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, check=False)
     if done.returncode:
         raise SystemExit(f"{command[1]} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")

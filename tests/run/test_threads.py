@@ -1,20 +1,20 @@
-"""Threads wait passively unless the user says otherwise."""
+"""Threads spin briefly unless the user says otherwise."""
 
 from __future__ import annotations
 
 import pytest
 
-from miles.run.threads import wait_passively
+from miles.run.threads import spin_briefly
 
 
-def test_threads_sleep_while_they_wait():
+def test_threads_spin_for_a_moment_only():
     environ: dict[str, str] = {}
-    wait_passively(environ)
-    assert environ == {"OMP_WAIT_POLICY": "PASSIVE"}
+    spin_briefly(environ)
+    assert environ == {"GOMP_SPINCOUNT": "10000"}
 
 
 @pytest.mark.parametrize("said", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "1000"}])
 def test_what_the_user_said_stays(said):
     environ = dict(said)
-    wait_passively(environ)
+    spin_briefly(environ)
     assert environ == said
