@@ -7,8 +7,6 @@ the same bits on this machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,31 +21,33 @@ _DECODE_WIDTHS = 64
 
 
 class Tiles:
-    """The widths that each shape of weight allows, and the product in tiles of them."""
+    """The widths that each shape of weight allows on this machine."""
 
-    def __init__(self, layers: Iterable[nn.Linear]) -> None:
-        """Measures one layer of each shape and type: a few products of up to 256 random rows."""
+    def __init__(self) -> None:
         self._widths: dict[tuple[torch.Size, torch.dtype, bool], list[int]] = {}
-        for layer in layers:
-            key = layer.weight.shape, layer.weight.dtype, layer.bias is None
-            if key not in self._widths:
-                self._widths[key] = _equal_widths(layer.weight, layer.bias)
 
-    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """`layer` applied to x [..., K], K the layer's width."""
-        weight, bias = layer.weight, layer.bias
-        widths = self._widths[weight.shape, weight.dtype, bias is None]
-        flat = x.reshape(-1, x.shape[-1])
-        rows = len(flat)
-        if rows in widths:
-            return F.linear(x, weight, bias)
-        out = x.new_empty(rows, len(weight))
-        for start, stop, width in spans(rows, widths):
-            tile = flat[start:stop]
-            if stop - start < width:
-                tile = F.pad(tile, (0, 0, 0, width - (stop - start)))
-            out[start:stop] = F.linear(tile, weight, bias)[: stop - start]
-        return out.unflatten(0, x.shape[:-1])
+    def widths(self, layer: nn.Linear) -> list[int]:
+        """Ascending. Measured on the first layer of each shape and type: a few products of up to 256 random rows."""
+        key = layer.weight.shape, layer.weight.dtype, layer.bias is None
+        if key not in self._widths:
+            self._widths[key] = _equal_widths(layer.weight, layer.bias)
+        return self._widths[key]
+
+
+def tiled_linear(layer: nn.Linear, widths: list[int], x: Tensor) -> Tensor:
+    """`layer` applied to x [..., K], K the layer's width, in tiles of these widths."""
+    weight, bias = layer.weight, layer.bias
+    rows = x.numel() // x.shape[-1]
+    if rows in widths:
+        return F.linear(x, weight, bias)
+    flat = x.reshape(rows, x.shape[-1])
+    out = x.new_empty(rows, len(weight))
+    for start, stop, width in spans(rows, widths):
+        tile = flat[start:stop]
+        if stop - start < width:
+            tile = F.pad(tile, (0, 0, 0, width - (stop - start)))
+        out[start:stop] = F.linear(tile, weight, bias)[: stop - start]
+    return out.unflatten(0, x.shape[:-1])
 
 
 def spans(rows: int, widths: list[int]) -> list[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from miles.engine import attention
 from miles.engine.attention import DecodePlan, PrefillPlan
 from miles.engine.kvcache import PromptStore
-from miles.engine.linear import STEP, Tiles
+from miles.engine.linear import STEP, Tiles, tiled_linear
 
 
 class LivePolicy:
@@ -29,7 +29,9 @@ class LivePolicy:
         self._model = model
         self._tiles = tiles
         self._modules = list(model.modules())
-        self._linears = plain_linears(model) if tiles else []
+        self._forwards = (
+            {m: functools.partial(tiled_linear, m, tiles.widths(m)) for m in plain_linears(model)} if tiles else {}
+        )
         configs = [m.config for m in self._modules if hasattr(getattr(m, "config", None), "_attn_implementation")]
         self._configs = list({id(config): config for config in configs}.values())
         self.device = next(model.parameters()).device
@@ -68,10 +70,6 @@ class LivePolicy:
             )
         return out.logits
 
-    def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
-        assert self._tiles is not None
-        return self._tiles.linear(module, x)
-
     @contextmanager
     def _ours(self) -> Iterator[None]:
         implementations = [config._attn_implementation for config in self._configs]
@@ -79,11 +77,11 @@ class LivePolicy:
             try:
                 for config in self._configs:
                     config._attn_implementation = attention.NAME
-                for module in self._linears:
-                    module.__dict__["forward"] = functools.partial(self._linear, module)
+                for module, forward in self._forwards.items():
+                    module.__dict__["forward"] = forward
                 yield
             finally:
-                for module in self._linears:
+                for module in self._forwards:
                     module.__dict__.pop("forward", None)
                 for config, implementation in zip(self._configs, implementations, strict=True):
                     config._attn_implementation = implementation

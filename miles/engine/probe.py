@@ -11,7 +11,7 @@ from torch import Tensor
 from miles.engine.attention import DecodePlan
 from miles.engine.kvcache import PromptStore, SampleStore
 from miles.engine.linear import Tiles
-from miles.engine.policy import LivePolicy, evaluating, plain_linears
+from miles.engine.policy import LivePolicy, evaluating
 from miles.errors import EngineError
 
 _LENGTH, _LONGER, _OTHER_STEPS = 20, 70, 40  # tokens: the sequence, its neighbour, what other rows have sampled
@@ -42,7 +42,7 @@ def probe(model: Any, deterministic: bool) -> Findings:
     length, longer = min(_LENGTH, limit - 1), min(_LONGER, limit - 1)
     sequence = torch.randint(0, vocabulary, (length + 1,), generator=generator).tolist()
     neighbour = torch.randint(0, vocabulary, (longer,), generator=generator).tolist()
-    tiles = Tiles(plain_linears(model)) if deterministic else None
+    tiles = Tiles() if deterministic else None
     policy = LivePolicy(model, tiles)
     reference = _reference(model, sequence)
     try:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from miles.engine.attention import DecodePlan, PrefillPlan
 from miles.engine.batch import LiveBatch
 from miles.engine.kvcache import BLOCK, PromptStore, SampleStore, round_up
-from miles.engine.linear import Tiles, spans
+from miles.engine.linear import Tiles, spans, tiled_linear
 from miles.engine.policy import LivePolicy
 from miles.engine.requests import Call, Row
 from miles.engine.stopping import Stopper
@@ -35,14 +35,14 @@ def test_tiles_cover_every_row_once_and_only_the_last_is_padded() -> None:
 def test_a_tiled_product_is_the_product_and_its_rows_stay_put(bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(1536, 576, bias=bias)
-    tiles = Tiles([layer])
+    widths = Tiles().widths(layer)
     rows = torch.randn(150, 1536, generator=generator)
     with torch.no_grad():
-        whole = tiles.linear(layer, rows)
+        whole = tiled_linear(layer, widths, rows)
         assert torch.allclose(whole, F.linear(rows, layer.weight, layer.bias), atol=1e-5)
         for place, count in ((0, 1), (70, 3), (100, 50)):
-            assert torch.equal(tiles.linear(layer, rows[place : place + count]), whole[place : place + count])
-        assert torch.equal(tiles.linear(layer, rows[:, None])[:, 0], whole)
+            assert torch.equal(tiled_linear(layer, widths, rows[place : place + count]), whole[place : place + count])
+        assert torch.equal(tiled_linear(layer, widths, rows[:, None])[:, 0], whole)
 
 
 def filled(slots: int, lengths: list[int]) -> tuple[PromptStore, torch.Tensor, torch.Tensor]:
