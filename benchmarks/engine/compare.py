@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
+from miles.config.schema import Model as ModelSection
 from miles.engine.inprocess import InProcessEngine
+from miles.learn.load import load_model, load_tokenizer
 from miles.types import Sampling
 
 SYSTEM = "You are a helpful calculator. You answer with a single number and nothing else."
@@ -122,7 +124,7 @@ def summary(seconds: dict[str, list[float]], tokens: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="folder or hub id of a causal LM with a chat template")
+    parser.add_argument("model", help="a name as in model.name, with a chat template")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--new", type=int, nargs="+", default=[8, 64])
@@ -132,8 +134,9 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    section = ModelSection(name=args.model)
+    tokenizer = load_tokenizer(section)
+    model = load_model(section, seed=0)
     model.generation_config.eos_token_id = None
     prompts = chat_prompts(tokenizer, args.prompts)
     contestants: dict[str, Callable[[int], None]] = {
