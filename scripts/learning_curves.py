@@ -46,7 +46,7 @@ def train(folder: Path, label: str, **chosen: object) -> dict[str, object]:
         "curve": curve, "rise": sum(curve[-fifth:]) / fifth - sum(curve[:fifth]) / fifth,
     }  # fmt: skip
     clipped = [row["ratio/clip_fraction"] for row in rows if "ratio/clip_fraction" in row]
-    if clipped:
+    if clipped and chosen["learner.epochs"] != 1:  # one update a step has nothing to clip
         result["clip_fraction"] = max(clipped)
     return result
 
