@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from miles.config.schema import Model as ModelSection
 from miles.engine.inprocess import InProcessEngine
 from miles.learn.load import load_model, load_tokenizer
+from miles.learn.locate import locate
 from miles.types import Sampling
 
 SYSTEM = "You are a helpful calculator. You answer with a single number and nothing else."
@@ -38,6 +39,12 @@ def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
     return prompts
+
+
+def plain_model(section: ModelSection) -> Any:
+    """The model as transformers loads it, without anything of Miles."""
+    source = locate(section)
+    return AutoModelForCausalLM.from_pretrained(source.place, dtype=torch.float32, **source.arguments(section)).eval()
 
 
 class Generate:
@@ -137,10 +144,11 @@ def main() -> None:
     section = ModelSection(name=args.model)
     tokenizer = load_tokenizer(section)
     model = load_model(section, seed=0)
-    model.generation_config.eos_token_id = None
+    plain = plain_model(section)
+    plain.generation_config.eos_token_id = None
     prompts = chat_prompts(tokenizer, args.prompts)
     contestants: dict[str, Callable[[int], None]] = {
-        "generate": Generate(model, prompts, args.samples),
+        "generate": Generate(plain, prompts, args.samples),
         "engine, deterministic": Engine(model, tokenizer, prompts, args.samples, deterministic=True),
         "engine, not deterministic": Engine(model, tokenizer, prompts, args.samples, deterministic=False),
     }

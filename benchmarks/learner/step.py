@@ -22,10 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from miles.config.schema import Model, Recipe
 from miles.learn.learner import Learner
 from miles.learn.load import load_model
+from miles.learn.locate import locate
 from miles.types import Group, Sample, Segment
 
 SIDES = ("sharing", "separate", "plain")
@@ -118,9 +120,16 @@ def plain_step(model: torch.nn.Module, groups: list[Group], tokens: int) -> Call
     return step
 
 
+def plain_model(section: Model) -> torch.nn.Module:
+    """The model as transformers loads it, without anything of Miles."""
+    source = locate(section)
+    return AutoModelForCausalLM.from_pretrained(source.place, dtype=torch.float32, **source.arguments(section)).eval()
+
+
 def measure(args: argparse.Namespace) -> dict[str, object]:
     torch.set_num_threads(args.threads)
-    model = load_model(Model(name=args.model), seed=args.seed)
+    section = Model(name=args.model)
+    model = plain_model(section) if args.side == "plain" else load_model(section, seed=args.seed)
     groups = make_groups(args, model.config.get_text_config().vocab_size)
     if args.side == "plain":
         step = plain_step(model, groups, args.tokens)

@@ -99,8 +99,12 @@ class DecodePlan:
         prompt_lengths: Sequence[int],
         steps: Sequence[int],
         device: torch.device,
+        fewest_rows: int = 2,
     ) -> None:
-        """All [R]: the prompt's slot, -1 where the row is padding; the prompt's length; the tokens already stored."""
+        """All [R]: the prompt's slot, -1 where the row is padding; the prompt's length; the tokens already stored.
+
+        fewest_rows: of a product with a prompt; one of fewer takes another path, with other bits.
+        """
         self._prompt_cache, self._sample_cache = prompt_cache, sample_cache
         self.windows_seen: dict[int, int | None] = {}
         self._prompt_lengths = torch.tensor(prompt_lengths, device=device)[:, None]
@@ -113,8 +117,7 @@ class DecodePlan:
         for row, slot in enumerate(prompts):
             if slot >= 0:
                 members.setdefault(slot, []).append(row)
-        # A product of one row takes another path than one of two or more, with other bits: never fewer than two.
-        self._share = max(2, *(len(rows) for rows in members.values()))
+        self._share = max(fewest_rows, *(len(rows) for rows in members.values()))
         self._prompt_slots = list(members)
         filled = [(rows + rows[:1] * self._share)[: self._share] for rows in members.values()]
         self._rows = torch.tensor(filled, device=device).view(-1)

@@ -83,7 +83,9 @@ class LiveBatch:
         lengths = [len(row.call.ids) if row else 1 for row in rows]
         self._row_cache.reserve(size, max(steps) + 1)
         prompts = [row.call.prompt.slot if row else -1 for row in rows]
-        plan = DecodePlan(self._prompt_cache, self._row_cache, prompts, lengths, steps, self._policy.device)
+        plan = DecodePlan(
+            self._prompt_cache, self._row_cache, prompts, lengths, steps, self._policy.device, self._policy.fewest_rows
+        )
         logits = self._policy.decode(
             plan,
             [row.token_ids[-1] if row else 0 for row in rows],

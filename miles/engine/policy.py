@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from miles.engine import attention
 from miles.engine.attention import DecodePlan, PrefillPlan
 from miles.engine.kvcache import PromptStore
-from miles.engine.linear import STEP, Tiles, tiled_linear
+from miles.engine.linear import STEP, Tiles, fewest_rows, tiled_linear
+from miles.kernels.products import Linear
 
 
 class LivePolicy:
@@ -34,19 +36,24 @@ class LivePolicy:
         )
         configs = [m.config for m in self._modules if hasattr(getattr(m, "config", None), "_attn_implementation")]
         self._configs = list({id(config): config for config in configs}.values())
-        self.device = next(model.parameters()).device
+        first = next(model.parameters())
+        self.device = first.device
+        self.fewest_rows = fewest_rows(first.device, first.dtype) if tiles else 2
+        # Threads share elementwise work in equal parts, and the end of an uneven part may take another path.
+        self._step = math.lcm(STEP, torch.get_num_threads()) if tiles else 1
 
     def padded_rows(self, rows: int) -> int:
-        """How many rows a decode of `rows` samples has."""
-        return -(-rows // STEP) * STEP if self._tiles else max(2, rows)
+        """How many rows a decode of `rows` samples, or a prefill of `rows` tokens, has."""
+        return max(2, -(-rows // self._step) * self._step)
 
     @torch.inference_mode()
     def prefill(self, cache: PromptStore, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
         """Logits [len(prompts), V] behind the last token of each prompt; keys and values go to the cache's `slots`."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         lengths = [len(prompts[i]) for i in order]
-        tokens = [token for i in order for token in prompts[i]]
-        positions = [place for length in lengths for place in range(length)]
+        padding = [0] * (self.padded_rows(sum(lengths)) - sum(lengths))
+        tokens = [token for i in order for token in prompts[i]] + padding
+        positions = [place for length in lengths for place in range(length)] + padding
         last = [sum(lengths[: i + 1]) - 1 for i in range(len(order))]
         logits = self._forward(
             PrefillPlan(cache, lengths, [slots[i] for i in order]),
@@ -88,8 +95,8 @@ class LivePolicy:
 
 
 def plain_linears(model: Any) -> list[nn.Linear]:
-    """The linear layers whose forward is torch's own; one that someone has wrapped is left alone."""
-    return [m for m in model.modules() if type(m) is nn.Linear and "forward" not in m.__dict__]
+    """The linear layers whose forward is torch's own or ours; one that someone has wrapped is left alone."""
+    return [m for m in model.modules() if type(m) in (nn.Linear, Linear) and "forward" not in m.__dict__]
 
 
 @contextmanager

@@ -95,16 +95,20 @@ def _reference(model: Any, sequence: list[int]) -> Tensor:
 def _run(
     policy: LivePolicy, prompts: list[list[int]], token: int, rows: int, row: int
 ) -> tuple[Tensor, dict[int, int | None]]:
-    """[2, V]: logits behind the first prompt and behind `token` after it, decoded at place `row` of `rows` others."""
+    """[2, V]: logits behind the first prompt and behind `token` after it, decoded at place `row` of `rows`.
+
+    The other rows continue the second prompt; where there is none, they are padding.
+    """
     prompt_cache, sample_cache = PromptStore(), SampleStore()
     prompt_cache.reserve(len(prompts), max(map(len, prompts)))
     first = policy.prefill(prompt_cache, prompts, range(len(prompts)))[0]
     padded = policy.padded_rows(rows)
     others = _OTHER_STEPS if len(prompts) > 1 else 0
     sample_cache.reserve(padded, others + 1)
-    owners = [(other != row) * (len(prompts) - 1) for other in range(padded)]
-    lengths = [len(prompts[owner]) for owner in owners]
+    neighbour = 1 if len(prompts) > 1 else -1
+    owners = [0 if other == row else neighbour for other in range(padded)]
+    lengths = [len(prompts[max(0, owner)]) for owner in owners]
     steps = [0 if other == row else others for other in range(padded)]
-    plan = DecodePlan(prompt_cache, sample_cache, owners, lengths, steps, policy.device)
+    plan = DecodePlan(prompt_cache, sample_cache, owners, lengths, steps, policy.device, policy.fewest_rows)
     second = policy.decode(plan, [token if other == row else other % 16 for other in range(padded)], lengths)[row]
     return torch.stack([first, second]), plan.windows_seen

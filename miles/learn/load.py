@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from miles.errors import ModelError
+from miles.kernels.products import use_fast_products
 from miles.learn import tiny
 from miles.learn.hub import WAYS_OUT, one_line
 from miles.learn.locate import Source, check_code, locate
@@ -69,7 +70,9 @@ def load_model(section: Model, *, seed: int, device: str | torch.device = "cpu")
     """
     if section.name.startswith(tiny.PREFIX):
         family, tied = tiny.parse(section.name)
-        return tiny.tiny_model(family, tied, seed=seed).to(device)
+        model = tiny.tiny_model(family, tied, seed=seed)
+        use_fast_products(model)
+        return model.to(device)
     source = locate(section)
     _read_config(section, source)
     with quiet(), _explained(section, "model"):
@@ -91,6 +94,7 @@ def load_model(section: Model, *, seed: int, device: str | torch.device = "cpu")
             "weights first, or name the base model."
         )
     model.config._commit_hash = source.commit  # where transformers too keeps it, if it keeps it
+    use_fast_products(model)
     return model.eval().to(device)
 
 

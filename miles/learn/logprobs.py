@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.kernels.products import linear, product
+
 
 @dataclass(frozen=True)
 class Head:
@@ -28,7 +30,7 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M, V] float32, a new tensor."""
-        out = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias)
+        out = linear(hidden.float(), self.weight.float(), self.bias)
         if self.scale != 1.0:
             out *= self.scale
         if self.softcap is not None:
@@ -125,7 +127,7 @@ class _Gradients:
     def add(self, grad: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:
         """grad: of hidden[part] @ weight.T + bias."""
         if self.hidden is not None:
-            self.hidden[part] = (grad @ weight.float()).to(hidden.dtype)
+            self.hidden[part] = product(grad, weight.float()).to(hidden.dtype)
         if self.weight is not None:
             self.weight.addmm_(grad.T, hidden[part].float())
         if self.bias is not None:

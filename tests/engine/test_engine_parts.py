@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from miles.engine.attention import DecodePlan, PrefillPlan
 from miles.engine.batch import LiveBatch
 from miles.engine.kvcache import BLOCK, PromptStore, SampleStore, round_up
-from miles.engine.linear import Tiles, spans, tiled_linear
+from miles.engine.linear import Tiles, fewest_rows, spans, tiled_linear
 from miles.engine.policy import LivePolicy
 from miles.engine.requests import Call, Row
 from miles.engine.stopping import Stopper
@@ -53,6 +53,26 @@ def filled(slots: int, lengths: list[int]) -> tuple[PromptStore, torch.Tensor, t
     cache.reserve(slots, max(lengths))
     PrefillPlan(cache, lengths, range(len(lengths))).attend(0, torch.randn(1, 4, sum(lengths), 16), k, v, 0.25, None)
     return cache, k, v
+
+
+def test_a_batched_product_has_the_same_bits_from_its_fewest_rows_on() -> None:
+    least = fewest_rows(torch.device("cpu"), torch.float32)
+    assert 2 <= least <= 64
+    left, right = torch.randn(3, 64, 32), torch.randn(3, 32, 80)
+    whole = torch.bmm(left, right)
+    for rows in (least, least + 1, 2 * least):
+        assert torch.equal(torch.bmm(left[:, :rows].contiguous(), right), whole[:, :rows])
+
+
+@pytest.mark.parametrize(("threads", "rows", "padded"), [(1, 17, 32), (2, 16, 16), (3, 17, 48), (5, 1, 80)])
+def test_rows_are_padded_so_that_threads_get_equal_parts(threads: int, rows: int, padded: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        policy = LivePolicy(tiny_model("llama", tied=True, seed=0), Tiles())
+    finally:
+        torch.set_num_threads(before)
+    assert policy.padded_rows(rows) == padded
 
 
 def test_a_cache_keeps_what_it_holds_when_it_grows_and_moves() -> None:
