@@ -239,6 +239,8 @@ class Run(Section):
     """Steps between checkpoints, beside the one at the end. None: only at the end."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints to keep."""
+    checkpoint_async: Literal["auto", "on", "off"] = "auto"
+    """Write checkpoints beside training, from a copy in host memory. auto: where the model lives on a GPU; on a CPU the copy would take as much memory as what it copies."""
     keep_best: bool = False
     """Keep `best/`, the model with the highest eval/reward/mean; the newest on ties."""
     stop_at_reward: float | None = None

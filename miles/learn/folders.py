@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,19 @@ def staged(target: Path) -> Iterator[Path]:
     The block itself moves it to its place with `publish`, so that it decides what happens to an older one.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".partial-{target.name}-{secrets.token_hex(4)}")
-    partial.mkdir()
+    partial = fresh(target)
     try:
         yield partial
     finally:
         if partial.exists():
             shutil.rmtree(partial)
+
+
+def fresh(target: Path) -> Path:
+    """A new folder beside `target`, under a name that nobody takes for a whole one."""
+    partial = target.with_name(f".partial-{target.name}-{secrets.token_hex(4)}")
+    partial.mkdir()
+    return partial
 
 
 def settle(partial: Path) -> None:
@@ -91,15 +97,23 @@ def discard(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def seal(folder: Path, manifest: str, **facts: Any) -> None:
-    """Write the manifest of all files in `folder`, with `facts` (JSON) beside it, and give all files one mode."""
+def seal(folder: Path, manifest: str, known: Mapping[str, Mapping[str, Any]] | None = None, **facts: Any) -> None:
+    """Write the manifest of all files in `folder`, with `facts` (JSON) beside it, and give all files one mode.
+
+    `known`: what `print_of` said of some of them, by name, so that they are not read again.
+    """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": file_hash(folder / name)} for name in names}
+    files = {name: (known or {}).get(name) or print_of(folder / name) for name in names}
     path = folder / manifest
     path.write_bytes(_manifest_bytes({**facts, "files": files}))
     # safetensors makes its files readable by their owner alone; the process's umask shall decide, as for other files.
     for name in names:
         (folder / name).chmod(path.stat().st_mode & 0o777)
+
+
+def print_of(file: Path) -> dict[str, Any]:
+    """Size and hash of a file, as a manifest holds them."""
+    return {"bytes": file.stat().st_size, "sha256": file_hash(file)}
 
 
 def read_seal(folder: Path, manifest: str) -> dict[str, Any]:

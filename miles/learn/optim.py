@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.errors import CheckpointError, ConfigError
+from miles.learn.shards import Stored
 
 if TYPE_CHECKING:
     from miles.config.schema import Learner
@@ -133,13 +134,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
     return torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
 
 
-def matching(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    """The tensor of that name, on the device of `like`. Raises CheckpointError where it is missing or of another shape."""
+def matching(tensors: Mapping[str, Tensor | Stored], name: str, like: Tensor) -> Tensor:
+    """The tensor of that name, on the device of `like` and sharded as it is.
+
+    Raises CheckpointError where it is missing or of another shape.
+    """
     if name not in tensors:
         raise CheckpointError(f"the checkpoint has no tensor {name}: it belongs to another model or recipe.")
-    if tensors[name].shape != like.shape:
+    found = tensors[name]
+    if found.shape != like.shape:
         raise CheckpointError(
-            f"the checkpoint's {name} has shape {tuple(tensors[name].shape)}, the model's {tuple(like.shape)}: it belongs to "
+            f"the checkpoint's {name} has shape {tuple(found.shape)}, the model's {tuple(like.shape)}: it belongs to "
             "another model."
         )
-    return tensors[name].to(like.device)
+    return found.like(like) if isinstance(found, Stored) else found.to(like.device)

@@ -24,7 +24,7 @@ def export_command(run_dir: Path, to: Path, merge: bool) -> int:
         )
     model = load_model(recipe.model, seed=recipe.run.seed)
     learner = Learner(model, recipe, device="cpu", total_steps=recipe.algorithm.steps or 1)  # no update is made
-    tensors, state = checkpoint.load(path)
+    tensors, state, _ = checkpoint.read(path)
     learner.load_state(tensors, state["learner"])
     if merge:
         print("--merge: this run trained full weights, there is no adapter to merge")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,13 +18,14 @@ from miles.config.schema import Recipe
 from miles.learn import checkpoint
 from miles.learn.export import export, read_marker
 from miles.learn.learner import Learner
+from miles.learn.randomness import random_state
+from miles.learn.writer import Writer
 from miles.observe.live import LiveView
 from miles.observe.metrics import group_metrics, throughput_metrics
 from miles.observe.recorder import Recorder
 from miles.observe.rows import METRICS_FILE, eval_rows, read_rows
 from miles.rollout.evaluate import Evaluation
 from miles.run.interrupts import Interrupts
-from miles.run.resume import CHECKPOINTS
 from miles.types import FinishedGroup, Group
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class RunKeeper:
     recorder: Recorder
     view: LiveView
     interrupts: Interrupts
+    writer: Writer
+    identity: Mapping[str, Any]  # of the run: a checkpoint of another one is refused
     saved_version: int = -1  # newest checkpoint on disk
     _step_started: float = field(default_factory=time.perf_counter)
     _told_short: set[str] = field(default_factory=set)
@@ -84,9 +88,10 @@ class RunKeeper:
     def after_step(self) -> None:
         if self._evaluation_due():
             self._evaluate()
+        self._commit(self.writer.finished())
         every = self.recipe.run.checkpoint_every
         if every is not None and self.learner.version % every == 0:
-            self.save_checkpoint()
+            self.save_checkpoint(beside=self._writes_beside())
 
     def end(self) -> None:
         self._evaluate()
@@ -107,20 +112,33 @@ class RunKeeper:
         if version:
             self.save_checkpoint()
 
-    def save_checkpoint(self) -> None:
-        """Write a checkpoint of the learner's version, unless it is on disk already."""
-        if self.learner.version == self.saved_version:
-            return
+    def save_checkpoint(self, *, beside: bool = False) -> None:
+        """Write a checkpoint of the learner's version, unless it is on disk already; `beside`: while training goes on."""
         with self.interrupts.whole():
+            self._commit(self.writer.wait())
+            if self.learner.version == self.saved_version:
+                return
             tensors, state = self.learner.state()
-            root = self.run_dir / CHECKPOINTS
-            checkpoint.save(
-                root, self.learner.version, tensors, {"learner": state, "random": checkpoint.random_state()}
+            content = (
+                self.learner.version,
+                tensors,
+                {"learner": state, "run": self.identity},
+                {"random": random_state()},
             )
+            if beside:
+                self.writer.start(*content)
+            else:
+                self._commit(self.writer.save(*content))
             self.saved_version = self.learner.version
-            checkpoint.prune(root, self.recipe.run.keep_checkpoints)
-            oldest = min((checkpoint.version_of(kept), kept) for kept in root.glob("step_*"))
-            self.buffer.commit(*oldest)
+
+    def _commit(self, oldest: Path | None) -> None:
+        if oldest is not None:
+            self.buffer.commit(checkpoint.version_of(oldest), oldest)
+
+    def _writes_beside(self) -> bool:
+        """Where weights live in the memory that a copy of them would take, the copy costs more than the wait."""
+        choice = self.recipe.run.checkpoint_async
+        return self.learner.device.type != "cpu" if choice == "auto" else choice == "on"
 
     def _evaluation_due(self) -> bool:
         every = self.recipe.eval.every

@@ -25,6 +25,7 @@ from miles.errors import ConfigError, EngineError, EpisodeError, NothingToTrain,
 from miles.learn.export import check_target
 from miles.learn.learner import Learner
 from miles.learn.load import describe, load_model
+from miles.learn.writer import Writer
 from miles.loop import train
 from miles.observe.live import LiveView
 from miles.observe.recorder import Recorder
@@ -105,7 +106,8 @@ class LocalLauncher:
         recipe, inputs = self.recipe, self.inputs
         start = describe(model)
         learner = Learner(model, recipe, device=device_of(recipe), total_steps=total_steps(recipe, len(inputs.train)))
-        saved = restore(self.run_dir, learner) if self.resume else -1
+        identity = self._identity(start)
+        saved = restore(self.run_dir, learner, identity) if self.resume else -1
         self._publisher = InProcessPublisher(learner.version)
         engine = InProcessEngine(
             model, inputs.tokenizer, version=lambda: self._publisher.version, end_token_ids=inputs.sampling.stop_token_ids,
@@ -121,7 +123,7 @@ class LocalLauncher:
             recipe.data.epochs,
         )
         with ExitStack() as stack:
-            ledger = Ledger(self.run_dir, self._settings(model), stream, self._identity(start), resume=self.resume)
+            ledger = Ledger(self.run_dir, self._settings(model), stream, identity, resume=self.resume)
             stack.callback(ledger.close)
             loop = stack.enter_context(Coroutines(interrupts))
             collect = functools.partial(self._collect, loop, stream, episodes)
@@ -145,6 +147,8 @@ class LocalLauncher:
                 recorder,
                 self.view,
                 interrupts,
+                Writer(self.run_dir / CHECKPOINTS, recipe.run.keep_checkpoints),
+                identity,
                 saved,
             )
 

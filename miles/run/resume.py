@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from miles.buffer.ledger import LedgerReader
 from miles.buffer.place import RunLock
 from miles.buffer.schema import LEDGER_NAME
-from miles.errors import RunDirError
+from miles.errors import CheckpointError, RunDirError
 from miles.learn import checkpoint
 from miles.learn.learner import Learner
+from miles.learn.randomness import take_up
 from miles.observe.rows import METRICS_FILE, read_rows, step_rows, version_of
 
 CHECKPOINTS = "checkpoints"
@@ -46,14 +49,19 @@ def check_resumable(run_dir: Path, data_hash: str) -> None:
         )
 
 
-def restore(run_dir: Path, learner: Learner) -> int:
+def restore(run_dir: Path, learner: Learner, identity: Mapping[str, Any]) -> int:
     """Load the newest whole checkpoint, where there is one; its version, or -1. Raises CheckpointError."""
     path = checkpoint.newest(run_dir / CHECKPOINTS)
     if path is None:
         return -1
-    tensors, state = checkpoint.load(path)
+    tensors, state, own = checkpoint.read(path)
+    if foreign := [name for name in identity if state["run"].get(name) != identity[name]]:
+        raise CheckpointError(
+            f"checkpoint {path} is of another run: {foreign[0]} is {state['run'].get(foreign[0])!r} there and "
+            f"{identity[foreign[0]]!r} here. Put the checkpoints of this run back, or start a new run in another directory."
+        )
     learner.load_state(tensors, state["learner"])
-    checkpoint.set_random_state(state["random"])
+    take_up([each["random"] for each in own], rank=0)
     return learner.version
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from miles.errors import CheckpointError
 from miles.learn import checkpoint
+from miles.learn.randomness import random_state, set_random_state
 
 
 def content(version: int) -> dict[str, dict[str, Tensor]]:
@@ -67,7 +68,9 @@ def test_tensors_of_every_kind_come_back_to_the_bit(tmp_path):
     }
     path = checkpoint.save(tmp_path, 0, tensors, {})
     assert path == tmp_path / "step_000000"
-    assert names(path) == ["manifest.json", "model.safetensors", "nothing.safetensors", "state.json"]
+    assert names(path) == [
+        "index.json", "manifest.json", "model.safetensors", "nothing.safetensors", "rank-00000.json", "state.json",
+    ]  # fmt: skip
     loaded, state = checkpoint.load(path)
     assert state == {}
     assert loaded["nothing"] == {}
@@ -136,18 +139,18 @@ def test_random_states_continue_where_they_stopped(tmp_path):
             torch.randint(0, 1000, (2,)).tolist(),
         ]
 
-    keep = checkpoint.random_state()
+    keep = random_state()
     try:
         for seed in range(3):
             random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
             random.gauss(0, 1), np.random.standard_normal()  # leave half of a pair behind
-            _, state = checkpoint.load(checkpoint.save(tmp_path, seed, {}, {"random": checkpoint.random_state()}))
+            _, state = checkpoint.load(checkpoint.save(tmp_path, seed, {}, {"random": random_state()}))
             expected = draw()
             draw()
-            checkpoint.set_random_state(state["random"])
+            set_random_state(state["random"])
             assert draw() == expected
     finally:
-        checkpoint.set_random_state(keep)
+        set_random_state(keep)
 
 
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path):
@@ -164,7 +167,10 @@ def test_nothing_in_a_checkpoint_is_pickled(tmp_path):
 # --- what is damaged is found ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file",
+    ["model.safetensors", "optimizer.safetensors", "index.json", "state.json", "rank-00000.json", "manifest.json"],
+)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "missing", "empty"])
 def test_damage_to_any_file_is_found_and_the_one_before_is_used(tmp_path, caplog, file, damage):
     put(tmp_path, 9, 10)
@@ -199,14 +205,14 @@ def test_a_checkpoint_of_another_format_says_so(tmp_path):
     path = tmp_path / "step_000001"
     (path / "manifest.json").unlink()
     checkpoint.folders.seal(path, "manifest.json", format=99, version=1)
-    with pytest.raises(CheckpointError, match="has format 99, this Miles reads 1"):
+    with pytest.raises(CheckpointError, match="has format 99, this Miles reads 2"):
         checkpoint.load(path)
 
 
 def test_a_sealed_folder_of_something_else_is_no_checkpoint(tmp_path):
     path = tmp_path / "step_000001"
     path.mkdir()
-    checkpoint.folders.seal(path, "manifest.json", format=1, version=1)
+    checkpoint.folders.seal(path, "manifest.json", format=2, version=1)
     with pytest.raises(CheckpointError, match=r"state.json is missing"):
         checkpoint.load(path)
 

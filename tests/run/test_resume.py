@@ -30,6 +30,7 @@ CASES = {
     "epochs_short_end": ({"algorithm.steps": "none", "data.epochs": 1, "data.max_rows": 18, "learner.schedule": "cosine"}, 14),
     "sliding_window": ({"model.name": "tiny-random:gemma3"}, 14),
     "bf16": ({"learner.param_dtype": "bf16"}, 14),
+    "written_beside": ({"run.checkpoint_async": "on"}, 14),
     "no_checkpoint": ({}, 2),
 }  # fmt: skip
 
@@ -273,6 +274,15 @@ def test_a_flipped_byte_in_a_checkpoint_falls_back_and_says_so(name, again, tool
     assert "falling back to the checkpoint" in ended.out
     assert "continues from step 2" in ended.out
     tools.same_run(finished["run"], again["run"])
+
+
+def test_a_checkpoint_of_another_run_is_refused(again):
+    assert again.train("other", algorithm__steps=1, learner__learning_rate=0.1, **KEYS).code == 0
+    shutil.rmtree(again["run"] / "checkpoints")
+    shutil.copytree(again["other"] / "checkpoints", again["run"] / "checkpoints")
+    ended = again.train(resume=True, algorithm__steps=4, **KEYS)
+    assert ended.code == 1
+    assert f"checkpoint {again['run'] / 'checkpoints' / 'step_000001'} is of another run: recipe is" in ended.message
 
 
 def test_no_whole_checkpoint_is_an_error_and_changes_nothing(again):
