@@ -35,6 +35,8 @@ COMMANDS: Mapping[str, Command] = {
     "report": lambda o, _: commands.report(o.run),
     "export": lambda o, _: commands.export(o.run, o.to, o.merge),
     "eval": lambda o, overrides: commands.evaluate(o.recipes, overrides, o.model),
+    "replay": lambda o, _: commands.replay(o.run, o.to),
+    "export-samples": lambda o, _: commands.export_samples(o.run, o.format, o.to),
     "doctor": lambda o, overrides: commands.doctor(o.recipes, overrides),
 }
 
@@ -176,6 +178,17 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     evaluate.add_argument(
         "--model", required=True, metavar="DIR", help="model folder, or any name that model.name takes"
     )
+
+    replay = command(
+        "replay", "train a run again from its ledger, with no engine; exit code 1 where anything differs by a bit"
+    )
+    _add_run(replay)
+    replay.add_argument("--to", type=Path, metavar="DIR", help="also write the model to this folder")
+
+    samples = command("export-samples", "write every finished group of a run as a table, one row a sample")
+    _add_run(samples)
+    samples.add_argument("--format", choices=["parquet", "jsonl"], default="parquet", help="default: parquet")
+    samples.add_argument("--to", type=Path, metavar="FILE", help="default: RUN/finished.parquet or RUN/finished.jsonl")
 
     doctor = command(
         "doctor", "check this machine: versions, devices, disk, and engine and learner side by side", OVERRIDES

@@ -45,6 +45,18 @@ def evaluate(recipes: Sequence[Path], overrides: Mapping[str, Any], model: str) 
     return eval_command(recipes, overrides, model)
 
 
+def replay(run_dir: Path, to: Path | None) -> int:
+    from miles.run.replay import replay_command
+
+    return replay_command(run_dir, to)
+
+
+def export_samples(run_dir: Path, kind: str, to: Path | None) -> int:
+    from miles.run.samples import export_samples as write_samples
+
+    return write_samples(run_dir, kind, to)
+
+
 def doctor(recipes: Sequence[Path], overrides: Mapping[str, Any]) -> int:
     from miles.run.doctor import doctor_command
 
