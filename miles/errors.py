@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping
+from typing import Any
+
+LONGEST = 500  # characters of someone else's words in a message
 
 
 class MilesError(Exception):
@@ -77,3 +81,28 @@ class TrainingAborted(MilesError):
     def __init__(self, message: str, metrics: Mapping[str, float] | None = None) -> None:
         super().__init__(message)
         self.metrics = dict(metrics or {})
+
+
+def in_words(error: BaseException) -> str:
+    """`ValueError: its text` of an error that code of the user's raised: short, printable, whatever that code does."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    return f"{type(error).__name__}: {_printable(text)}" if text else type(error).__name__
+
+
+def in_short(value: Any) -> str:
+    """The `repr` of a value that code of the user's gave: short, printable, whatever its class does."""
+    try:
+        return _printable(repr(value), 200)
+    except Exception:
+        return f"<{type(value).__name__} whose repr fails>"
+
+
+def _printable(text: str, longest: int = LONGEST) -> str:
+    """No colours of a terminal and no half characters; line breaks stay, for a message may have several lines."""
+    cut = text if len(text) <= longest else text[:longest] + " ..."
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\N{REPLACEMENT CHARACTER}" for c in cut
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from miles.algo.binding import bind
 from miles.algo.correction import TOKEN_KINDS, sequence_weights, token_weights
 from miles.algo.losses import TokenLoss, bounded_exp
 from miles.algo.metrics import explained_variance
+from miles.algo.own import held
 from miles.algo.regularize import k1, k3, kl_loss
 from miles.algo.rules import correction_mode, settings_of, updates_per_step
 from miles.algo.tokens import TokenSignal, gather, gather_tokens, select
@@ -49,17 +51,22 @@ class Objective:
         """row: None finds it by `algorithm.name`. Raises ConfigError where the row's functions cannot be resolved."""
         row = find(recipe.algorithm.name) if row is None else row
         settings = settings_of(row, recipe)
-        value_loss = row.value_loss
+
+        def bound(kind: str, module: ModuleType) -> Callable[..., Any]:
+            given = getattr(row, kind)
+            function = bind(given, module, settings, kind, row.name)
+            return function if isinstance(given, str) else held(function, given, kind, row.name)
+
         return cls(
             row=row,
             settings=settings,
             correction_mode=correction_mode(row, recipe),
             updates=updates_per_step(recipe),
             max_new_tokens=recipe.rollout.max_new_tokens,
-            credit=bind(row.credit, credit, settings, "credit", row.name),
-            advantage=bind(row.advantage, advantage, settings, "advantage", row.name),
-            token_loss=bind(row.policy_loss, losses, settings, "policy_loss", row.name),
-            token_value_loss=None if value_loss is None else bind(value_loss, losses, settings, "value_loss", row.name),
+            credit=bound("credit", credit),
+            advantage=bound("advantage", advantage),
+            token_loss=bound("policy_loss", losses),
+            token_value_loss=None if row.value_loss is None else bound("value_loss", losses),
         )
 
     @property

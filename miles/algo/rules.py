@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from miles.algo.binding import ARGUMENTS, own_problems
+
 if TYPE_CHECKING:
     from miles.algo import AlgorithmRow
     from miles.config.schema import Recipe
@@ -61,7 +63,9 @@ def correction_mode(row: AlgorithmRow, recipe: Recipe) -> str:
 
 def problems(row: AlgorithmRow, recipe: Recipe) -> list[str]:
     """One sentence for each thing in the recipe that the row cannot work with: key, value, way out."""
+    functions = {kind: getattr(row, kind) for kind in ARGUMENTS}
     found = [
+        *own_problems(functions, settings_of(row, recipe), row.name),
         *_group_size(row, recipe),
         *_updates(row, recipe),
         *_mode(row, recipe),

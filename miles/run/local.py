@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from miles.algo import AlgorithmRow
+from miles.algo.rehearsal import rehearse
 from miles.buffer.embedded import EmbeddedBuffer
 from miles.buffer.ledger import Ledger
 from miles.buffer.store import LedgerSettings
@@ -82,6 +83,7 @@ class LocalLauncher:
         if self.resume:
             check_resumable(self.run_dir, self.inputs.data_hash)
         device_of(self.recipe)
+        rehearse(self.recipe, self.row)
 
     def _train(self, keeper: RunKeeper) -> int:
         try:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from miles.algo import AlgorithmRow, find, problems
+from miles.algo import ROWS, AlgorithmRow, find, problems
 from miles.algo.build import Objective, gather
+from miles.algo.losses import TokenLoss
 from miles.algo.metrics import Totals
+from miles.algo.rehearsal import rehearse
 from miles.config.schema import Recipe
 from miles.errors import ConfigError
 
@@ -144,3 +147,73 @@ def test_a_function_name_that_does_not_exist_is_refused(fields, words):
     with pytest.raises(ConfigError) as caught:
         Objective.build(recipe(), row)
     assert words in str(caught.value)
+
+
+# --- what a user's function may get wrong --------------------------------------------------------------------------------
+
+
+def own(**fields) -> AlgorithmRow:
+    return AlgorithmRow(**{"name": "mine", "credit": "reward", "advantage": "broadcast", "policy_loss": "clipped", "source": "", **fields})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"credit": 5}, "its credit is 5, which cannot be called: give a function of (rewards, group_ids, lengths"),
+        ({"credit": lambda rewards: rewards}, "cannot be called with (rewards, group_ids, lengths, baseline_rewards)"),
+        ({"advantage": lambda table, credit: credit}, "its advantage <lambda>(table, credit) cannot be called with"),
+        ({"policy_loss": lambda a, b, c: a}, "missing a required argument: 'c'"),
+        (
+            {"value_loss": lambda values: values},
+            "its value_loss <lambda>(values) cannot be called with (values, signal)",
+        ),
+        ({"policy_loss": lambda a, b, *, tau: a}, "the parameter tau of its policy_loss has neither a default"),
+    ],
+)
+def test_a_signature_that_does_not_fit_is_a_problem_of_the_recipe(fields, words):
+    (problem,) = problems(own(**fields), recipe())
+    assert problem.startswith("algorithm.name = mine: ")
+    assert words in problem
+    with pytest.raises(ConfigError, match=r"algorithm\.name = mine: "):
+        Objective.build(recipe(), own(**fields))
+
+
+def raises(logprobs, signal):
+    raise KeyError("x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"credit": lambda r, g, n, b: r[:1]}, "one number a sample, a float tensor of shape [16]; it returned shape [1]"),
+        ({"credit": lambda r, g, n, b: r.tolist()}, "it returned [0.0, 1.0,"),
+        ({"advantage": lambda t, c, s: c}, "one advantage a trained token, a float tensor of shape [31]; it returned shape [16]"),
+        ({"advantage": lambda t, c, s: None}, "it returned None"),
+        ({"policy_loss": lambda p, s: -p.mean()}, "one loss a token, not their mean or sum, a float tensor of shape [32]"),
+        ({"policy_loss": lambda p, s: p.detach()}, "returned a loss without a gradient"),
+        ({"policy_loss": lambda p, s: p.long()}, "it returned torch.int64 of shape [32]"),
+        ({"policy_loss": lambda p, s: TokenLoss(p, {"x": 1.0})}, "must give the metric 'x' as a tensor with one number a token, got 1.0"),
+        ({"policy_loss": lambda p, s: TokenLoss(p, [p])}, "must give its metrics as a mapping of name to tensor"),
+        ({"policy_loss": raises}, "its policy_loss raises raised KeyError: 'x' ("),
+        ({"advantage": "gae"}, "its parts do not fit together: this advantage needs the critic's values"),
+        ({"advantage": "gae", "value_loss": lambda v, s: v.mean()}, "its value_loss <lambda> must return one loss a token"),
+    ],
+)  # fmt: skip
+def test_a_rehearsal_says_what_a_function_does_wrong(fields, words):
+    with pytest.raises(ConfigError) as caught:
+        rehearse(recipe(), own(**fields))
+    assert str(caught.value).startswith("algorithm.name = mine: its ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*ROWS, f"{EXAMPLE}:SOFT_CLIP"])
+def test_a_row_that_works_passes_its_rehearsal(name):
+    row = find(name)
+    assert rehearse(recipe(name), dataclasses.replace(row)) is None
+
+
+def test_a_function_is_held_to_its_contract_in_every_step(step):
+    row = own(credit=lambda r, g, n, b: r if len(r) == 16 else r[1:])
+    rehearse(recipe(), row)
+    with pytest.raises(ConfigError, match=r"its credit <lambda> must return one number a sample, .* shape \[9\]"):
+        Objective.build(recipe(), row).signal(step.table)

@@ -104,6 +104,43 @@ def test_a_tracker_that_is_not_installed(runs):
     assert not runs["run"].exists()
 
 
+OWN_ROW = """
+from miles.algo import AlgorithmRow
+def few(logprobs): return logprobs
+def mean(logprobs, signal): return -logprobs.mean()
+FEW = AlgorithmRow("few", "reward", "broadcast", few, "test")
+MEAN = AlgorithmRow("mean", "reward", "broadcast", mean, "test")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "words"),
+    [
+        (
+            "FEW",
+            "check",
+            "algorithm.name = few: its policy_loss few(logprobs) cannot be called with (logprobs, signal)",
+        ),
+        (
+            "FEW",
+            "train",
+            "algorithm.name = few: its policy_loss few(logprobs) cannot be called with (logprobs, signal)",
+        ),
+        ("MEAN", "train", "algorithm.name = mean: its policy_loss mean must return one loss a token, not their mean"),
+    ],
+)
+def test_a_row_of_ones_own_that_cannot_be_used(name, command, words, runs, tools, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN_ROW, encoding="utf-8")
+    if command == "check":
+        ended = tools.command("check", str(runs.recipe), "--algorithm.name", f"{path}:{name}")
+    else:
+        ended = runs.train(algorithm__name=f"{path}:{name}")
+    assert ended.code == 2
+    assert words in ended.message
+    assert not runs["run"].exists()
+
+
 # --- a reward that breaks its contract: exit code 1, and what was reached is kept ----------------------------------------
 
 BROKEN = '''
