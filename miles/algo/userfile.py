@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from miles.errors import ConfigError
+from miles.errors import ConfigError, in_words
 
 
 def load_object(reference: str, key: str) -> Any:
@@ -43,9 +43,9 @@ def _import_file(path: Path, key: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ConfigError(
-            f"{key}: {path} could not be imported: {type(error).__name__}: {error}. Run it with python to see where."
+            f"{key}: {path} could not be imported: {in_words(error)}. Run it with python to see where."
         ) from error
     return module

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from miles.errors import in_words
+
 T = TypeVar("T")
 
 
@@ -40,7 +42,7 @@ class Caller:
             try:
                 async with asyncio.timeout(self.timeout_s) as limit:
                     result = bound() if is_async(function) else await _in_thread(bound)
-                    return await result if inspect.isawaitable(result) else result
+                    return await contained(result) if inspect.isawaitable(result) else result
             except TimeoutError as error:
                 if not limit.expired():
                     raise
@@ -77,6 +79,25 @@ async def all_or_none(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+async def contained(work: Awaitable[Any]) -> Any:
+    """The result of a coroutine of the user's. It may end or cancel itself: that is its failure, a RuntimeError here."""
+    task = asyncio.ensure_future(_without_exit(work))
+    try:
+        return await task
+    except asyncio.CancelledError as error:
+        current = asyncio.current_task()
+        if current is not None and current.cancelling():  # asked for from outside, which ended `task` too
+            raise
+        raise RuntimeError("CancelledError, and nobody else had cancelled it") from error
+
+
+async def _without_exit(work: Awaitable[Any]) -> Any:
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(in_words(error)) from error
+
+
 def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -91,7 +112,7 @@ def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
             future.set_exception(error)
         else:
             # sys.exit() in a reward must not end the training process, and a future refuses StopIteration.
-            wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+            wrapped = RuntimeError(in_words(error))
             wrapped.__cause__ = error
             future.set_exception(wrapped)
 

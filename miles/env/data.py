@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from miles.config import schema
 from miles.config.names import DATA_SUFFIXES, is_hub_id
-from miles.errors import DataError
+from miles.errors import DataError, in_words
 
 if TYPE_CHECKING:
     from miles.env.tasks import Task
@@ -57,7 +58,7 @@ class Dataset(Sequence[Mapping[str, Any]]):
         """SHA-256 of all rows in order: two runs with the same hash saw the same data."""
         digest = hashlib.sha256()
         for row in self.rows:
-            digest.update(canonical(row).encode() + b"\n")
+            digest.update(canonical(row).encode(errors="surrogatepass") + b"\n")
         return digest.hexdigest()
 
 
@@ -75,49 +76,64 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=repr)
 
 
+def fresh(value: Any) -> Any:
+    """A copy of a row's dicts and lists, for code of the user's that may change what it is given."""
+    if isinstance(value, Mapping):
+        return {key: fresh(item) for key, item in value.items()}
+    return [fresh(item) for item in value] if isinstance(value, list) else value
+
+
+def not_text(text: str) -> str | None:
+    """What is wrong with a string that holds half a character, as `\\ud800` alone; no tokenizer and no file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds half a character ({text[error.start]!a} at place {error.start}); remove it"
+    return None
+
+
 def load_rows(
     section: schema.Data,
     *,
     rows: Iterable[Mapping[str, Any]] | None = None,
     task: Task | None = None,
     seed: int = 0,
+    key: str = "data.source",
 ) -> Dataset:
     """The training rows of `data`: those given from Python, else the task's, else what `data.source` names.
 
-    `seed` decides which rows a built-in task holds out. Raises DataError, which names the file, row or column.
+    `seed` decides which rows a built-in task holds out; `key` is the recipe's, for messages. Raises DataError, which names the file, row or column.
     """
     if rows is not None:
         found, source = _from_python(rows), "the rows given from Python"
     elif task is not None:
         found, source = iter(task.rows(seed).train), f"task:{task.name}"
     else:
-        found, source = _open(section.source, section.split), section.source
+        found, source = _open(section.source, section.split, key), section.source
     kept = tuple(itertools.islice(found, section.max_rows))
     if not kept:
-        raise DataError(f"{source} has no rows; data.source must name at least one prompt")
+        raise DataError(f"{source} has no rows; {key} must name at least one prompt")
     _check_prompts(kept, source, section.prompt_column)
     return Dataset(kept, source, section.prompt_column)
 
 
-def _open(source: str, split: str) -> Iterator[Mapping[str, Any]]:
+def _open(source: str, split: str, key: str) -> Iterator[Mapping[str, Any]]:
     if not source:
         raise DataError(
-            "data.source is empty: name a .jsonl, .parquet or .csv file, a hub id or task:NAME, or give rows from Python"
+            f"{key} is empty: name a .jsonl, .parquet or .csv file, a hub id or task:NAME, or give rows from Python"
         )
     path = Path(source).expanduser()
     if path.suffix in DATA_SUFFIXES or path.exists():
         if not path.is_file():
             what = "is a folder" if path.is_dir() else f"does not exist (looked from {Path.cwd()})"
-            raise DataError(f"data.source: {source} {what}; name a .jsonl, .parquet or .csv file")
+            raise DataError(f"{key}: {source} {what}; name a .jsonl, .parquet or .csv file")
         readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
         if path.suffix not in readers:
-            raise DataError(
-                f"data.source: {source} ends in {path.suffix!r}; files of rows are .jsonl, .parquet or .csv"
-            )
+            raise DataError(f"{key}: {source} ends in {path.suffix!r}; files of rows are .jsonl, .parquet or .csv")
         return readers[path.suffix](path)
     if is_hub_id(source.partition(":")[0]):
-        return _read_hub(source, split)
-    raise DataError(f"data.source: {source!r} is no file that exists, no hub id (owner/name) and no task:NAME")
+        return _read_hub(source, split, key)
+    raise DataError(f"{key}: {source!r} is no file that exists, no hub id (owner/name) and no task:NAME")
 
 
 def _from_python(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -125,12 +141,25 @@ def _from_python(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
         raise DataError(
             f"data: rows from Python must be an iterable of dicts with a prompt, got a {type(rows).__name__}"
         )
-    for index, row in enumerate(rows):
+    for index, row in enumerate(_iterated(rows)):
         if not isinstance(row, Mapping):
             raise DataError(
                 f"row {index} of the rows given from Python is a {type(row).__name__}, not a dict with a prompt: {row!r:.80}"
             )
         yield dict(row)
+
+
+def _iterated(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The rows of an iterable of the user's; what it raises is told with the number of the row."""
+    count = 0
+    try:
+        for row in rows:
+            yield row
+            count += 1
+    except Exception as error:
+        raise DataError(
+            f"the rows given from Python ended at row {count} (counted from 0): {in_words(error)}"
+        ) from error
 
 
 def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -141,7 +170,7 @@ def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
                 if not text:
                     continue
                 row = json.loads(text)
-            except ValueError as error:  # bad UTF-8 and bad JSON alike
+            except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, brackets without end
                 raise DataError(f"{path}, line {number} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number} is a {type(row).__name__}; each line must be one JSON object")
@@ -152,6 +181,8 @@ def _read_csv(path: Path) -> Iterator[Mapping[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
+            if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+                raise DataError(f"{path} has two columns {twice[0]!r} in its header; give each a name of its own")
             for row in reader:
                 if None in row or None in row.values():
                     raise DataError(
@@ -175,14 +206,14 @@ def _read_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def _read_hub(source: str, split: str) -> Iterator[Mapping[str, Any]]:
+def _read_hub(source: str, split: str, key: str) -> Iterator[Mapping[str, Any]]:
     datasets = _extra("datasets", f"loading {source!r} from the hub (there is no such file)")
     name, _, subset = source.partition(":")
     try:
         rows = datasets.load_dataset(name, subset or None, split=split)
     except Exception as error:  # the library raises many kinds; the user needs its words and ours
         raise DataError(
-            f"data.source: {source!r} is no file that exists, and the hub did not give it"
+            f"{key}: {source!r} is no file that exists, and the hub did not give it"
             f" (split {split!r}): {type(error).__name__}: {error}"
         ) from error
     return (dict(row) for row in rows)
@@ -213,13 +244,13 @@ def _missing_column(source: str, index: int, column: str, columns: list[str]) ->
 
 def _prompt_problem(prompt: Any) -> str | None:
     if isinstance(prompt, str):
-        return None if prompt.strip() else "is empty; remove the row or give it a prompt"
+        return not_text(prompt) if prompt.strip() else "is empty; remove the row or give it a prompt"
     if not isinstance(prompt, Sequence):
         return f"must be text or a list of chat messages, got {type(prompt).__name__}: {prompt!r:.80}"
     if not prompt:
         return "is an empty list of messages; remove the row or give it a prompt"
     for place, message in enumerate(prompt):
-        problem = _message_problem(message)
+        problem = message_problem(message)
         if problem:
             return f"{problem} (message {place})"
     last = prompt[-1]
@@ -230,10 +261,11 @@ def _prompt_problem(prompt: Any) -> str | None:
     return None
 
 
-def _message_problem(message: Any) -> str | None:
+def message_problem(message: Any) -> str | None:
+    """What is wrong with one chat message, as the end of a sentence."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         return f"must hold messages like {{'role': 'user', 'content': 'text'}}, got {message!r:.80}"
     content = message.get("content")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         return f"has a message whose content must be text, got {type(content).__name__}: {content!r:.80}"
-    return None
+    return not_text(message["role"] + (content or ""))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from miles.algo.userfile import load_object
 from miles.config import schema
 from miles.env.calling import Caller, TimedOut, all_or_none
+from miles.env.data import fresh, message_problem
+from miles.env.own import OwnEnvironment, made, takes
 from miles.env.reward import ENVIRONMENT
 from miles.env.tasks import Task
 from miles.env.template import Message, Rendered, Renderer
 from miles.env.trajectory import checked, extended, first_segment, turn_seed
-from miles.errors import ConfigError, EpisodeError
+from miles.errors import ConfigError, EpisodeError, in_short, in_words
 from miles.protocols import Engine, Environment
 from miles.types import Completion, Sample, Sampling, Segment
+
+log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
@@ -87,16 +93,26 @@ class MultiTurn:
     async def _run(
         self, row: Row, engine: Engine, sampling: Sampling, prompt: Rendered, answer: Completion, seed: int
     ) -> Sample:
-        dialogue = await self._call("__init__", self._dialogue, row, seed)
+        dialogue = await self._call("__init__", self._dialogue, fresh(row), seed)
         try:
             segments, texts, truncated = await self._turns(dialogue, engine, sampling, prompt, answer, seed)
             parts = {}
             if hasattr(dialogue, "reward"):
                 parts[ENVIRONMENT] = await self._call("reward", dialogue.reward)
         finally:
-            if hasattr(dialogue, "close"):
-                await self._call("close", dialogue.close)
+            await self._close(dialogue)
         return Sample(tuple(segments), "length" if truncated else "stop", "\n".join(texts), reward_parts=parts)
+
+    async def _close(self, dialogue: Dialogue) -> None:
+        """Of two errors the first one counts: one in here is told beside it."""
+        first = sys.exc_info()[1]
+        try:
+            if (close := getattr(dialogue, "close", None)) is not None:
+                await self._call("close", close)
+        except EpisodeError as error:
+            if first is None:
+                raise
+            log.warning("%s, after another failure", error)
 
     async def _turns(
         self, dialogue: Dialogue, engine: Engine, sampling: Sampling, prompt: Rendered, answer: Completion, seed: int
@@ -129,16 +145,18 @@ class MultiTurn:
                 f"{self._name}.{what} took longer than {self._caller.timeout_s:g} s (reward.timeout_s)"
             ) from error
         except Exception as error:
-            raise EpisodeError(f"{self._name}.{what} raised {type(error).__name__}: {error}") from error
+            raise EpisodeError(f"{self._name}.{what} raised {in_words(error)}") from error
 
     def _messages(self, response: Any) -> Sequence[Message]:
         if isinstance(response, str):
-            return [{"role": "user", "content": response}]
-        if isinstance(response, Sequence) and response and all(_is_message(message) for message in response):
-            return response
-        raise EpisodeError(
-            f"{self._name}.respond must return text, a list of chat messages or None, got {response!r:.200}"
-        )
+            response = [{"role": "user", "content": response}]
+        if not isinstance(response, list | tuple) or not response:
+            raise EpisodeError(
+                f"{self._name}.respond must return text, a list of chat messages or None, got {in_short(response)}"
+            )
+        if problem := next((text for message in response if (text := message_problem(message))), None):
+            raise EpisodeError(f"{self._name}.respond gave {in_short(response)}: it {problem}")
+        return response
 
     @property
     def _name(self) -> str:
@@ -159,17 +177,15 @@ def build_environment(
     if rollout.environment is not None:
         chosen = load_object(rollout.environment, "rollout.environment")
         if hasattr(chosen, "episodes"):
-            return chosen(renderer, recipe), bool(getattr(chosen, "scores", False))
+            environment = made(chosen, rollout.environment, renderer, recipe)
+            return OwnEnvironment(environment, rollout.environment), bool(getattr(chosen, "scores", False))
         if not hasattr(chosen, "respond"):
             raise ConfigError(
                 f"rollout.environment: {rollout.environment} has neither `respond` (a dialogue) nor `episodes` (an environment)"
             )
+        takes(chosen, ("row", "seed"), f"rollout.environment: {rollout.environment}")
         return multi_turn(chosen, max_turns=rollout.max_turns), hasattr(chosen, "reward")
     if task is not None and task.dialogue is not None:
         turns = min(task.max_turns, rollout.max_turns)
         return multi_turn(task.dialogue, max_turns=turns), hasattr(task.dialogue, "reward")
     return SingleTurn(renderer), False
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message

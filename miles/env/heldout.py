@@ -61,14 +61,14 @@ def split_held_out(
 
 def _given(evaluation: schema.Eval, data: schema.Data, task: Task | None, seed: int) -> Dataset:
     if evaluation.source is not None:
-        task = find(evaluation.source)
+        task = find(evaluation.source, "eval.source")
         if task is None:
             changes = {
                 "source": evaluation.source,
                 "split": evaluation.split or data.split,
                 "max_rows": evaluation.rows,
             }
-            return load_rows(data.model_copy(update=changes))
+            return load_rows(data.model_copy(update=changes), key="eval.source")
     assert task is not None  # the caller takes rows out of the training data otherwise
     return Dataset(tuple(task.rows(seed).held_out[: evaluation.rows]), f"task:{task.name}")
 
@@ -82,7 +82,9 @@ def _take_out(rows: int, train: Dataset, seed: int, whole_rows: bool) -> Split:
     if count == 0:
         message = f"no held-out evaluation: {train.source} has {len(by_key)} distinct prompts, fewer than 5"
         return Split(train, train.only(()), f"{message}; eval.source can name other rows")
-    chosen = sorted(by_key, key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())[:count]
+    chosen = sorted(by_key, key=lambda key: hashlib.sha256(f"{seed}:{key}".encode(errors="surrogatepass")).digest())[
+        :count
+    ]
     removed = {index for key in chosen for index in by_key[key]}
     kept = [index for index in range(len(train)) if index not in removed]
     held_out = train.only(sorted(by_key[key][0] for key in chosen))

@@ -13,10 +13,10 @@ from miles.algo.userfile import load_object
 from miles.config import schema
 from miles.config.names import split_reference
 from miles.env.calling import Caller, TimedOut, all_or_none
-from miles.env.data import Dataset, nearest
+from miles.env.data import Dataset, fresh, nearest
 from miles.env.tasks import Task
 from miles.env.verifiers import LIBRARY
-from miles.errors import ConfigError, DataError, RewardError
+from miles.errors import ConfigError, DataError, RewardError, in_short, in_words
 from miles.types import Sample
 
 ENVIRONMENT = "environment"  # the part that an environment gives; its weight is 1
@@ -75,6 +75,11 @@ class Rewards:
         for function in self.functions:
             for index, row in enumerate(data):
                 missing = [name for name in function.requires if not _has(row, name, function.per_sample)]
+                if self._prompt_column in function.requires and not function.per_sample:
+                    raise DataError(
+                        f"reward function {function.name} needs the column {self._prompt_column!r}, which is the prompt here"
+                        " (data.prompt_column): it is given as `prompts`; take that, or name another column"
+                    )
                 if missing:
                     raise DataError(
                         f"reward function {function.name} needs the column {missing[0]!r}, which row {index} of"
@@ -114,8 +119,9 @@ class Rewards:
         self, function: RewardFunction, index: int, row: Mapping[str, Any], samples: Sequence[Sample]
     ) -> list[Parts]:
         if function.per_sample:
-            calls = [self._call(function, index, **self._solution(function, row, sample)) for sample in samples]
+            calls = [self._call(function, index, **self._solution(function, fresh(row), sample)) for sample in samples]
             return [self._parts(function.name, index, value) for value in await all_or_none(calls)]
+        row = fresh(row)
         prompts = [row.get(self._prompt_column)] * len(samples)
         completions = [sample.text for sample in samples]
         columns = {
@@ -150,7 +156,7 @@ class Rewards:
             ) from error
         except Exception as error:
             raise RewardError(
-                f"reward function {function.name} raised {type(error).__name__}: {error}, on row {index} of"
+                f"reward function {function.name} raised {in_words(error)}, on row {index} of"
                 f" {self._source}; correct it, or let it return None for what cannot be scored"
             ) from error
 
@@ -185,7 +191,7 @@ class Rewards:
 
     def _broken(self, name: str, index: int, value: Any, what: str) -> RewardError:
         return RewardError(
-            f"reward function {name} {what}; on row {index} of {self._source} it returned {value!r:.200}"
+            f"reward function {name} {what}; on row {index} of {self._source} it returned {in_short(value)}"
         )
 
 

@@ -40,13 +40,13 @@ class Task:
     system_prompt: str | None = None  # used where the tokenizer has a chat template and the recipe has no other
 
 
-def find(source: str) -> Task | None:
-    """The task that `task:NAME` names; None for any other source. Raises DataError for an unknown name."""
+def find(source: str, key: str = "data.source") -> Task | None:
+    """The task that `task:NAME` names; None for any other source. Raises DataError, which names `key`, for an unknown name."""
     if not source.startswith(TASK):
         return None
     name = source.removeprefix(TASK)
     if name not in TASKS:
-        raise DataError(f"data.source: there is no task {name!r}{nearest(name, TASKS)}")
+        raise DataError(f"{key}: there is no task {name!r}{nearest(name, TASKS)}")
     return TASKS[name]
 
 

@@ -25,7 +25,8 @@ def eval_command(recipes: Sequence[Path], overrides: Mapping[str, Any], model: s
     recipe = resolve(recipes, {**overrides, "model.name": model}, os.environ)
     inputs = prepare(recipe)
     if not len(inputs.held_out):
-        raise DataError("the recipe has no held-out rows: set eval.rows above 0, or name some with eval.source")
+        why = "".join(f" ({note})" for note in inputs.notes)
+        raise DataError(f"the recipe has no held-out rows{why}: set eval.rows above 0, or name some with eval.source")
     torch.set_num_threads(recipe.run.threads or 1)
     loaded = load_model(recipe.model, seed=recipe.run.seed, device=device_of(recipe))
     engine = InProcessEngine(

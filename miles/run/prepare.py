@@ -73,7 +73,8 @@ def prepare(
         recipe.reward, task=task, functions=reward, environment_scores=scores, prompt_column=recipe.data.prompt_column,
         source=train.source,
     )  # fmt: skip
-    rewards.check_columns(train)
+    for data in (train, held_out):
+        rewards.check_columns(data)
     if len(train) < recipe.algorithm.groups_per_step:
         raise ConfigError(
             f"algorithm.groups_per_step = {recipe.algorithm.groups_per_step} is more than the {len(train)} training rows of "

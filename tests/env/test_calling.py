@@ -131,3 +131,33 @@ async def test_all_or_none_cancels_the_rest_and_raises_the_first_failure():
     assert ended == ["cancelled"]
     assert await all_or_none([asyncio.sleep(0.01, 1), asyncio.sleep(0, 2)]) == [1, 2]
     assert await all_or_none([]) == []
+
+
+async def test_a_cancellation_from_outside_ends_a_users_coroutine_and_stays_one():
+    ended = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    task = asyncio.ensure_future(Caller().call(waits))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
+
+
+async def test_what_a_users_coroutine_does_to_itself_is_its_own_failure():
+    async def leaves() -> None:
+        sys.exit(3)
+
+    async def cancels() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        await Caller().call(leaves)
+    with pytest.raises(RuntimeError, match="nobody else had cancelled it"):
+        await Caller().call(cancels)

@@ -187,3 +187,41 @@ def test_the_example_data_loads():
     data = load_rows(Data(source=str(Path(__file__).parents[2] / "examples" / "own_data.jsonl")))
     assert len(data) == 12
     assert all(isinstance(row["answer"], int) for row in data)
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800b", [{"role": "user", "content": "a\ud800b"}]])
+def test_half_a_character_in_a_prompt_is_named(prompt):
+    with pytest.raises(
+        DataError, match=r"row 0 of .* column 'prompt' holds half a character \('\\ud800' at place \d\)"
+    ):
+        load_rows(Data(), rows=[{"prompt": prompt}])
+
+
+def test_half_a_character_elsewhere_is_the_rewards_business():
+    data = load_rows(Data(), rows=[{"prompt": "a", "answer": "\ud800"}])
+    assert data.content_hash != load_rows(Data(), rows=[{"prompt": "a", "answer": "\ud801"}]).content_hash
+
+
+def test_brackets_without_end_are_no_json(tmp_path):
+    path = tmp_path / "deep.jsonl"
+    path.write_text('{"prompt": "a", "x": ' + "[" * 100_000 + "\n")
+    with pytest.raises(DataError, match="line 1 is not JSON"):
+        load_rows(Data(source=str(path)))
+
+
+def test_two_csv_columns_of_one_name_are_refused(tmp_path):
+    path = tmp_path / "twice.csv"
+    path.write_text("prompt,answer,answer\n1,2,3\n")
+    with pytest.raises(DataError, match="has two columns 'answer' in its header"):
+        load_rows(Data(source=str(path)))
+
+
+def test_an_iterable_that_raises_midway_is_named_with_its_row():
+    def rows():
+        yield {"prompt": "a"}
+        raise OSError("gone")
+
+    with pytest.raises(DataError, match=r"ended at row 1 \(counted from 0\): OSError: gone"):
+        load_rows(Data(), rows=rows())
+    with pytest.raises(DataError, match=r"ended at row 0 .* not iterable"):
+        load_rows(Data(), rows=5)

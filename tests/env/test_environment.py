@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,7 @@ class Broken:
         ("raise", r"Broken.respond raised ZeroDivisionError"),
         ("number", r"Broken.respond must return text, a list of chat messages or None, got 7"),
         ("empty", r"got \[\]"),
-        ("bad", r"got \[\{'x': 1\}\]"),
+        ("bad", r"gave \[\{'x': 1\}\]: it must hold messages like"),
     ],
 )
 def test_a_broken_dialogue_is_named_and_always_closed(renderer, say, make_engine, answer, message):
@@ -179,7 +180,7 @@ def test_the_recipe_then_the_task_then_one_turn(renderer, tmp_path):
     )
     recipe = Recipe(rollout=Rollout(environment=f"{tmp_path}/mine.py:Whole"))
     whole, scores = build_environment(recipe, renderer, task=find("task:guess_number"))
-    assert whole.given == (renderer, recipe)
+    assert whole.environment.given == (renderer, recipe)
     assert scores
     talk, scores = build_environment(Recipe(rollout=Rollout(environment=f"{tmp_path}/mine.py:Talk")), renderer)
     assert isinstance(talk, MultiTurn)
@@ -196,3 +197,130 @@ def test_the_example_environment_gives_half_for_a_second_right_answer(renderer, 
     samples = asyncio.run(environment.episodes({"prompt": "a", "answer": 8}, engine, SAMPLING, [1]))
     assert scores
     assert samples[0].reward_parts == {"environment": 0.5}
+
+
+# --- what a user's environment may do wrong -----------------------------------------------------------------------------
+
+
+class Quitter(Broken):
+    async def respond(self, answer):
+        sys.exit(0)
+
+
+class Canceller(Broken):
+    async def respond(self, answer):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(60)
+
+
+class Half(Broken):
+    def respond(self, answer):
+        return "a\ud800"
+
+
+class Number(Broken):
+    def respond(self, answer):
+        return [{"role": "user", "content": 5}]
+
+
+class BreaksTwice(Broken):
+    def respond(self, answer):
+        raise ValueError("first")
+
+    def close(self):
+        raise ValueError("second")
+
+
+@pytest.mark.parametrize(
+    ("dialogue", "message"),
+    [
+        (Quitter, "Quitter.respond raised RuntimeError: SystemExit: 0"),
+        (Canceller, "Canceller.respond raised RuntimeError: CancelledError, and nobody else had cancelled it"),
+        (Half, r"it holds half a character \('\\ud800' at place 5\)"),
+        (Number, "it has a message whose content must be text, got int: 5"),
+        (BreaksTwice, "BreaksTwice.respond raised ValueError: first"),
+    ],
+)
+def test_a_dialogue_that_ends_or_cancels_itself_is_an_error_of_its_group(
+    dialogue, message, renderer, say, make_engine, caplog
+):
+    with pytest.raises(EpisodeError, match=message):
+        play(renderer, make_engine([[say("x")]]), dialogue)
+    assert ("BreaksTwice.close raised ValueError: second, after another failure" in caplog.text) == (
+        dialogue is BreaksTwice
+    )
+
+
+def test_a_dialogue_may_change_its_row_and_nobody_else_sees_it(renderer, say, make_engine):
+    class Changes(GuessNumber):
+        def __init__(self, row, seed):
+            super().__init__(row, seed)
+            row["prompt"] = "changed"
+            row["list"].append(1)
+
+    row = {**ROW, "list": []}
+    environment = MultiTurn(Changes, renderer, max_turns=1)
+    asyncio.run(environment.episodes(row, make_engine([[say("5"), say("5")]]), SAMPLING, [1, 2]))
+    assert row == {**ROW, "list": []}
+
+
+OWN = """
+class Right:
+    def __init__(self, renderer, recipe): pass
+    async def episodes(self, row, engine, sampling, seeds):
+        return self.give(row)
+    def give(self, row): return []
+class Nothing(Right):
+    def give(self, row): return None
+class Numbers(Right):
+    def give(self, row): return [1, 2]
+class Raises(Right):
+    def give(self, row): raise KeyError("x")
+class Leaves(Right):
+    def give(self, row): raise SystemExit(0)
+class Plain(Right):
+    def episodes(self, row, engine, sampling, seeds): return []
+class Short(Right):
+    async def episodes(self, row): return []
+class NoInit(Right):
+    def __init__(self): pass
+class InitRaises(Right):
+    def __init__(self, renderer, recipe): raise ValueError("no game")
+class Dialogue:
+    def respond(self, answer): return None
+made = Right(None, None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Plain", "`episodes` must be an `async def`"),
+        ("Short", r"`episodes`\(row\) cannot be called with \(row, engine, sampling, seeds\)"),
+        ("NoInit", r"NoInit\(\) cannot be called with \(renderer, recipe\)"),
+        ("InitRaises", "could not be made: ValueError: no game"),
+        ("Dialogue", r"Dialogue\(\) cannot be called with \(row, seed\)"),
+        ("made", "which cannot be called with .renderer, recipe.: name a class"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused_before_training(name, message, renderer, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    recipe = Recipe(rollout=Rollout(environment=f"{tmp_path / 'own.py'}:{name}"))
+    with pytest.raises(ConfigError, match=message):
+        build_environment(recipe, renderer)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Nothing", r"Nothing.episodes must return one miles.types.Sample for each seed, got None"),
+        ("Numbers", r"got \[1, 2\]"),
+        ("Raises", "Raises.episodes raised KeyError: 'x'"),
+        ("Leaves", "Leaves.episodes raised RuntimeError: SystemExit: 0"),
+    ],
+)
+def test_an_environment_that_breaks_its_contract_is_an_error_of_its_group(name, message, renderer, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    environment, _ = build_environment(Recipe(rollout=Rollout(environment=f"{tmp_path / 'own.py'}:{name}")), renderer)
+    with pytest.raises(EpisodeError, match=message):
+        asyncio.run(environment.episodes(ROW, None, SAMPLING, [1, 2]))

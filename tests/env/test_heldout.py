@@ -94,3 +94,9 @@ def test_another_task_can_be_the_held_out_source():
     split = split_held_out(Eval(source="task:addition", rows=5), Data(), numbered(10))
     assert split.held_out.source == "task:addition"
     assert len(split.held_out) == 5
+
+
+@pytest.mark.parametrize("source", ["no/such.jsonl", "task:no_such"])
+def test_held_out_rows_that_do_not_exist_are_named_by_their_own_key(source):
+    with pytest.raises(DataError, match=r"^eval.source: "):
+        split_held_out(Eval(source=source), Data(), numbered(10), task=None, seed=0)

@@ -302,3 +302,49 @@ def test_a_builtin_without_a_signature_is_called_with_prompts_and_completions():
 
     function: Callable = NoSignature()
     assert values(function, "a") == [1.0]
+
+
+class Unspeakable(Exception):
+    def __repr__(self):
+        raise ValueError("no")
+
+    __str__ = __repr__
+
+
+def unspeakable(prompts, completions, **columns):
+    raise Unspeakable
+
+
+def long_and_red(prompts, completions, **columns):
+    raise ValueError("\x1b[31m" + "x" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (unspeakable, r"raised Unspeakable: \(its text cannot be made\), on row 7"),
+        (lambda prompts, completions: Unspeakable(), "it returned <Unspeakable whose repr fails>"),
+        (long_and_red, r"raised ValueError: \ufffd\[31mx{495} \.\.\., on row 7"),
+    ],
+)
+def test_an_error_is_told_in_one_line_whatever_its_own_text_does(function, message):
+    with pytest.raises(RewardError, match=message):
+        values(function, "a")
+
+
+def test_a_reward_may_change_what_it_is_given():
+    def changes(prompts, completions, notes, **columns):
+        prompts[0].append(1)
+        notes[0]["seen"] = True
+        completions.clear()
+        return [1.0]
+
+    row = {"prompt": [{"role": "user", "content": "x"}], "notes": {}}
+    assert values(changes, "a", row=row) == [1.0]
+    assert row == {"prompt": [{"role": "user", "content": "x"}], "notes": {}}
+
+
+def test_the_prompts_column_is_no_column_of_a_reward():
+    data = Dataset(({"answer": "2"},), "rows", "answer")
+    with pytest.raises(DataError, match=r"needs the column 'answer', which is the prompt here \(data.prompt_column\)"):
+        rewards("exact_match", prompt_column="answer").check_columns(data)

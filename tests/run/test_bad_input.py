@@ -88,6 +88,25 @@ def test_a_column_that_the_users_reward_needs(runs, tmp_path):
     assert "reward function f needs the column 'solution', which row 0 of task:echo_digit" in ended.message
 
 
+def test_held_out_rows_without_a_column_of_the_reward(runs, tmp_path):
+    path = write(tmp_path / "held_out.jsonl", {"prompt": "1 ="})
+    rows = write(tmp_path / "rows.jsonl", *GOOD)
+    ended = runs.train(data__source=rows, reward__functions=["exact_match"], eval__source=path, eval__rows=1)
+    assert ended.code == 2
+    assert f"exact_match needs the column 'answer', which row 0 of {path}" in ended.message
+    assert not runs["run"].exists()
+
+
+@pytest.mark.parametrize("key", ["reward.functions", "rollout.environment", "algorithm.name"])
+def test_a_file_of_ones_own_that_ends_the_process(key, runs, tools, tmp_path):
+    path = tmp_path / "ends.py"
+    path.write_text("import sys\nsys.exit(0)\nname = None\n", encoding="utf-8")
+    value = f'["{path}:name"]' if key == "reward.functions" else f"{path}:name"
+    ended = tools.command("train", str(runs.recipe), f"--{key}", value, "--run", str(runs["run"]))
+    assert ended.code == 2
+    assert f"{key}: {path} could not be imported: SystemExit: 0" in ended.message
+
+
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(runs):
     ended = runs.train(run__device="cuda")
