@@ -5,7 +5,7 @@ An engine that samples with the same weights calls the same blocks with a cache,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Blocks:
     """`learner.gradient_checkpointing` and `learner.compile` of some trunks."""
 
-    def __init__(self, trunks: list[PreTrainedModel], settings: Learner, backend: str = "inductor") -> None:
+    def __init__(self, trunks: Sequence[PreTrainedModel], settings: Learner, backend: str = "inductor") -> None:
         """backend: of torch.compile. Raises ConfigError for a model that does not know gradient checkpointing."""
         self._blocks = [block for trunk in trunks for block in blocks_of(trunk)]
         self._recompute = settings.gradient_checkpointing

@@ -28,14 +28,18 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def values(self, batch: Batch, compute: Compute) -> Tensor:
-        """[T] float32, the value before each trained token, read where the token is predicted from; 0 elsewhere.
+    def forward(self, batch: Batch, compute: Compute) -> Tensor:
+        return token_values(self.trunk, self.value_head, batch, compute)
 
-        No temperature acts on it.
-        """
-        reads = Reads.of(batch)
-        hidden = hidden_states(self.trunk, batch, compute)[reads.states]
-        return reads.spread(self.value_head(hidden.float()).squeeze(1)[reads.rows], batch)
+
+def token_values(trunk: nn.Module, head: nn.Linear, batch: Batch, compute: Compute) -> Tensor:
+    """[T] float32, the value before each trained token, read where the token is predicted from; 0 elsewhere.
+
+    No temperature acts on it.
+    """
+    reads = Reads.of(batch)
+    hidden = hidden_states(trunk, batch, compute)[reads.states]
+    return reads.spread(head(hidden.float()).squeeze(1)[reads.rows], batch)
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

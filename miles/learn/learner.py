@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from miles.algo.build import Objective, gather, gather_tokens
 from miles.errors import TrainingAborted
 from miles.learn.blocks import Blocks, blocks_of
-from miles.learn.critic import Critic, frozen_copy, load_weights, weights_of
-from miles.learn.forward import Compute, policy_logprobs
+from miles.learn.critic import weights_of
+from miles.learn.forward import Compute
 from miles.learn.gauges import VisibleFraction
+from miles.learn.model import Role, build_roles
 from miles.learn.optim import Optimizer, Schedule, Stepped, matching
 from miles.learn.pack import move, pack
 from miles.learn.probe import check_head, probe_packing
@@ -53,30 +55,24 @@ class Learner:
         """
         self.recipe, self.version = recipe, 0
         self.device = torch.device(device)
-        self.model = model.to(self.device, torch.float32).eval().requires_grad_(True)
+        self.model = model.to(self.device, torch.float32).eval()
         self.objective = Objective.build(recipe) if objective is None else objective
         self.beta = self.objective.beta
         self.compute = Compute.of(recipe, self.model)
         check_head(self.model)
         self.layout = self._layout()
-        self.critic = Critic(self.model) if self.objective.needs_critic else None
-        self.reference = frozen_copy(self.model) if self.objective.needs_ref else None
+        self.roles = build_roles(self.model, recipe, self.objective, self.compute)
         steps = recipe.algorithm.steps if total_steps is None else total_steps
         self._updates_per_step = recipe.learner.epochs * recipe.learner.minibatches
         total = None if steps is None else steps * self._updates_per_step
         settings = recipe.learner
-        self.optimizer = Optimizer(
-            self.model.named_parameters(), settings, Schedule.of(settings, settings.learning_rate, total)
-        )
+        self.optimizer = self._optimizer("actor", settings.learning_rate, total)
         self.critic_optimizer = None
-        if self.critic is not None:
+        if "critic" in self.roles.names:
             rate = settings.critic_learning_rate
             rate = 5 * settings.learning_rate if rate is None else rate
-            self.critic_optimizer = Optimizer(
-                self.critic.named_parameters(), settings, Schedule.of(settings, rate, total)
-            )
-        trunks = [self.model.base_model] + ([] if self.critic is None else [self.critic.trunk])
-        self._blocks = Blocks(trunks, settings)
+            self.critic_optimizer = self._optimizer("critic", rate, total)
+        self._blocks = Blocks(self.roles.trunks, settings)
         self._skipped_in_a_row = 0
         self._visible = VisibleFraction([*self.model.parameters()]) if self.compute.dtype is torch.bfloat16 else None
 
@@ -90,13 +86,15 @@ class Learner:
     def score(self, step: Step) -> Signal:
         """The forwards that the algorithm asks for, without gradient; then credit and advantage over the whole step."""
         old = self.logprobs(step) if self.objective.needs_old else None
-        ref = None if self.reference is None else self._scored(step, self._reader(self.reference))
-        values = None if self.critic is None else self._scored(step, lambda b: self.critic.values(b, self.compute))
+        ref = self.logprobs(step, "ref") if "ref" in self.roles.names else None
+        values = None
+        if "critic" in self.roles.names:
+            values = self._scored(step, lambda batch: self.roles.values("critic", batch))
         return self.objective.signal(move(step.table, self.device), old, ref, values, beta=self.beta)
 
-    def logprobs(self, step: Step) -> Tensor:
+    def logprobs(self, step: Step, role: Role = "actor") -> Tensor:
         """[N] float32, of the policy as it is now, at the sampling temperature, in the order of the step's table."""
-        return self._scored(step, self._reader(self.model))
+        return self._scored(step, lambda batch: self.roles.logprobs(role, batch, with_entropy=False)[0])
 
     def update(self, step: Step, signal: Signal) -> dict[str, float]:
         """epochs * minibatches updates, in each the critic first; the version is one higher afterwards.
@@ -106,7 +104,7 @@ class Learner:
         """
         record = StepRecord(signal, self.recipe.learner.epochs)
         aborted = False
-        with self._blocks.active():
+        with self._forwards():
             for number, samples in self._updates(step):
                 skipped = self._update(step, signal, samples, number, record)
                 self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -134,31 +132,25 @@ class Learner:
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Tensors by file and name (the learner's own, not copies), and the rest as JSON: all that a resumed run needs."""
         moments, optimizer = self.optimizer.state()
-        tensors = {"model": weights_of(self.model), "optimizer": moments}
+        tensors = {**self.roles.tensors(), "optimizer": moments}
         state: dict[str, Any] = {
             "version": self.version,
             "beta": self.beta,
             "skipped_in_a_row": self._skipped_in_a_row,
             "optimizer": optimizer,
         }
-        if self.critic is not None and self.critic_optimizer is not None:
-            tensors["critic"] = weights_of(self.critic)
+        if self.critic_optimizer is not None:
             tensors["critic_optimizer"], state["critic_optimizer"] = self.critic_optimizer.state()
-        if self._reference_moves:
-            tensors["reference"] = weights_of(self.reference)
         if self._visible is not None:
             tensors["start"] = {"coordinates": self._visible.start}
         return tensors, state
 
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned, to the bit. Raises CheckpointError where something is missing."""
-        load_weights(self.model, tensors.get("model", {}))
+        self.roles.load(tensors)
         self.optimizer.load_state(tensors.get("optimizer", {}), state["optimizer"])
-        if self.critic is not None and self.critic_optimizer is not None:
-            load_weights(self.critic, tensors.get("critic", {}))
+        if self.critic_optimizer is not None:
             self.critic_optimizer.load_state(tensors.get("critic_optimizer", {}), state["critic_optimizer"])
-        if self._reference_moves:
-            load_weights(self.reference, tensors.get("reference", {}))
         if self._visible is not None:
             self._visible.start = matching(tensors.get("start", {}), "coordinates", self._visible.start)
         self.version, self.beta = state["version"], state["beta"]
@@ -169,7 +161,7 @@ class Learner:
     def _update(self, step: Step, signal: Signal, samples: list[int], number: int, record: StepRecord) -> bool:
         """Whether it was skipped. Where the critic's is, the actor's does not take place."""
         chosen = torch.tensor(samples, dtype=torch.int64, device=self.device)
-        if self.critic is not None:
+        if self.critic_optimizer is not None:
             stepped = self._critic_update(step, signal, samples, chosen, number, record)
             if stepped.skipped:
                 return True
@@ -184,7 +176,7 @@ class Learner:
         weights = self.objective.value_weights(signal.table, chosen)
         total, outputs = 0.0, []
         for batch in self._batches(step, samples):
-            values = self.critic.values(batch, self.compute)
+            values = self.roles.values("critic", batch)
             output = self.objective.value_loss(values, gather(signal, batch), gather_tokens(weights, batch))
             output.loss.backward()
             total += output.loss.item()
@@ -207,7 +199,7 @@ class Learner:
         )
         total, outputs = 0.0, []
         for batch in self._batches(step, kept):
-            logprobs, entropy = policy_logprobs(self.model, batch, self.compute)
+            logprobs, entropy = self.roles.logprobs("actor", batch)
             output = objective.policy_loss(
                 logprobs,
                 entropy,
@@ -243,13 +235,23 @@ class Learner:
     def _scored(self, step: Step, read: Callable[[Batch], Tensor]) -> Tensor:
         """[N], from a forward of every batch without gradient that gives [T]."""
         column = torch.zeros(len(step.table.sample_ids), device=self.device)
-        with torch.no_grad(), self._blocks.active():
+        with torch.no_grad(), self._forwards():
             for batch in self._batches(step, step.samples):
                 column[batch.slots[batch.loss_mask]] = read(batch)[batch.loss_mask]
         return column
 
-    def _reader(self, model: PreTrainedModel) -> Callable[[Batch], Tensor]:
-        return lambda batch: policy_logprobs(model, batch, self.compute, with_entropy=False)[0]
+    @contextmanager
+    def _forwards(self) -> Iterator[None]:
+        """Around forwards and their backwards; afterwards engines may sample with the actor again."""
+        with self._blocks.active():
+            try:
+                yield
+            finally:
+                self.roles.rest()
+
+    def _optimizer(self, role: Role, peak: float, total_updates: int | None) -> Optimizer:
+        settings = self.recipe.learner
+        return Optimizer(self.roles.trained(role), settings, Schedule.of(settings, peak, total_updates))
 
     def _layout(self) -> Layout:
         packing = probe_packing(self.model)
@@ -270,16 +272,13 @@ class Learner:
         if settings.kl_target is not None and "kl/ref" in metrics:
             error = max(-0.2, min(0.2, metrics["kl/ref"] / settings.kl_target - 1))
             self.beta *= 1 + error * samples / settings.kl_horizon
-        if self._reference_moves and self.version % settings.ref_update_every == 0:
-            load_weights(self.reference, weights_of(self.model))
-
-    @property
-    def _reference_moves(self) -> bool:
-        return self.reference is not None and self.recipe.algorithm.ref_update_every is not None
+        every = settings.ref_update_every
+        if every is not None and "ref" in self.roles.names and self.version % every == 0:
+            self.roles.renew_reference()
 
     @property
     def _critic_warmup(self) -> int:
-        return (self.objective.settings.get("critic_warmup") or 0) if self.critic is not None else 0
+        return (self.objective.settings.get("critic_warmup") or 0) if self.critic_optimizer is not None else 0
 
 
 def attention_half(model: PreTrainedModel, block_weights: int) -> float:

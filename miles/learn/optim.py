@@ -62,7 +62,7 @@ class Stepped:
 class Optimizer:
     """Of one model: the actor's and the critic's do not meet."""
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], settings: Learner, schedule: Schedule) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Learner, schedule: Schedule) -> None:
         self.parameters = dict(parameters)
         self.schedule = schedule
         self.clip_norm = settings.clip_norm

@@ -14,7 +14,7 @@ def values(critic, groups, made, layout):
     step = groups.step(made)
     batches = pack(step, step.samples, layout)
     compute = Compute.of(groups.recipe(), tiny_model("llama"))
-    return groups.in_table([critic.values(b, compute) for b in batches], batches, len(step.table.sample_ids))
+    return groups.in_table([critic(b, compute) for b in batches], batches, len(step.table.sample_ids))
 
 
 def test_a_new_critic_is_the_actors_trunk_and_says_zero(groups):

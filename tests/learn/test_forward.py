@@ -85,8 +85,8 @@ def test_the_temperature_divides_the_policys_logits_and_not_the_values(groups):
     with torch.no_grad():
         critic.value_head.bias.fill_(1.0)
         for batch in batches:
-            assert torch.equal(critic.values(batch, cold), critic.values(batch, warm))
-            assert critic.values(batch, cold)[batch.loss_mask].tolist() == [1.0] * int(batch.loss_mask.sum())
+            assert torch.equal(critic(batch, cold), critic(batch, warm))
+            assert critic(batch, cold)[batch.loss_mask].tolist() == [1.0] * int(batch.loss_mask.sum())
 
 
 def test_labels_of_one_state_share_its_logits(groups):

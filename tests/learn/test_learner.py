@@ -288,11 +288,11 @@ def test_a_kl_in_the_loss_moves_the_policy_without_any_advantage(groups):
 def test_the_reference_follows_every_so_many_steps(groups):
     one = learner(groups, algorithm__beta=0.1, algorithm__kl_place="loss", algorithm__ref_update_every=2)
     made = off_policy(groups)
-    start = {name: p.clone() for name, p in one.reference.named_parameters()}
+    start = {name: p.clone() for name, p in one.roles.policies["ref"].model.named_parameters()}
     train(one, made)
-    assert all(torch.equal(p, start[name]) for name, p in one.reference.named_parameters())
+    assert all(torch.equal(p, start[name]) for name, p in one.roles.policies["ref"].model.named_parameters())
     train(one, made)
-    assert all(torch.equal(p, weights(one)[name]) for name, p in one.reference.named_parameters())
+    assert all(torch.equal(p, weights(one)[name]) for name, p in one.roles.policies["ref"].model.named_parameters())
 
 
 def test_beta_follows_its_target_by_at_most_a_fifth(groups):
@@ -320,10 +320,10 @@ def test_ppo_reads_values_of_the_critic_at_the_start_of_the_step(groups):
 
 def test_in_the_critics_warm_up_the_actor_stands_still(groups):
     one = learner(groups, algorithm__name="ppo", algorithm__critic_warmup=1, learner__critic_learning_rate=1e-3)
-    before, critic = weights(one), {n: p.clone() for n, p in one.critic.named_parameters()}
+    before, critic = weights(one), {n: p.clone() for n, p in one.roles.critics["critic"].named_parameters()}
     row = train(one, off_policy(groups))[0]
     assert moved(weights(one), before) == 0
-    assert moved(dict(one.critic.named_parameters()), critic) > 0
+    assert moved(dict(one.roles.critics["critic"].named_parameters()), critic) > 0
     assert "lr" not in row
     assert row["lr/critic"] == 1e-3
     assert one.version == 1

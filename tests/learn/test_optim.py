@@ -16,7 +16,7 @@ def parameters(*shapes):
 
 
 def optimizer(held, rate=0.1, **settings):
-    return Optimizer(held.items(), Learner(**settings), Schedule(rate))
+    return Optimizer(held, Learner(**settings), Schedule(rate))
 
 
 def give(held, seed, factor=1.0):
