@@ -228,3 +228,4 @@ class PolicyUpdate:
     version: int
     weights: Callable[[], Iterator[tuple[str, Tensor]]]  # Hugging Face names, full tensors
     canary: tuple[Sequence[int], Sequence[float]] | None = None  # ids and the learner's log-probs at this version
+    adapter: Callable[[], Iterator[tuple[str, Tensor]]] | None = None  # peft's names; `weights` are merged then

@@ -87,7 +87,7 @@ def warnings(row: AlgorithmRow, recipe: Recipe) -> list[str]:
             f"algorithm.vapo_alpha = {algorithm.vapo_alpha:g} with rollout.max_new_tokens = {tokens} makes lambda less than "
             "0.5 for every answer, so the reward reaches few of its tokens: use vapo_alpha = 1 for short answers."
         )
-    if learner.param_dtype == "bf16" and 0 < learner.learning_rate < VISIBLE_LEARNING_RATE:
+    if learner.param_dtype == "bf16" and recipe.lora.rank is None and 0 < learner.learning_rate < VISIBLE_LEARNING_RATE:
         found.append(
             f"learner.param_dtype = bf16 at learner.learning_rate = {learner.learning_rate:g}: bf16 rounding hides most of "
             f"each update below {VISIBLE_LEARNING_RATE:g}; watch update/visible_fraction, or use fp32 (docs/precision.md)."

@@ -69,9 +69,13 @@ def _model_folder(folder: Path, recipe: Recipe, headers: Headers) -> None:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        headers.problems.append(
-            f"{where} holds no config.json: give the folder of a Hugging Face causal language model."
+        adapter = (folder / "adapter_config.json").is_file()
+        problem = (
+            "is an adapter without its base: `miles export RUN --merge --to DIR` makes a model of both."
+            if adapter
+            else "holds no config.json: give the folder of a Hugging Face causal language model."
         )
+        headers.problems.append(f"{where} {problem}")
         return
     except ValueError as error:
         headers.problems.append(f"{where}: its config.json is not valid JSON ({error}).")

@@ -216,6 +216,17 @@ class Learner(Section):
     """torch.compile each block."""
 
 
+class Lora(Section):
+    rank: PositiveInt | None = None
+    """Rank of the adapters on a frozen base; they want a learning rate of about 2e-4. None: full weights are trained."""
+    alpha: PositiveFloat | None = None
+    """An adapter's product is scaled by alpha / rank. None: 2 * rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Linear layers with an adapter, by the last part of their names such as `q_proj`; `all-linear`: every one of the blocks."""
+    critic: Literal["adapter", "full"] = "adapter"
+    """The critic: an adapter and a value head on the same base, or full weights of its own."""
+
+
 class Parallel(Section):
     shard: Literal[1] = 1
     """Ranks that weights, gradients and optimizer are sharded over."""
@@ -290,6 +301,7 @@ class Recipe(Section):
     buffer: Buffer = Buffer()
     algorithm: Algorithm = Algorithm()
     learner: Learner = Learner()
+    lora: Lora = Lora()
     parallel: Parallel = Parallel()
     publish: Publish = Publish()
     run: Run = Run()

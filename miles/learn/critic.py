@@ -23,13 +23,19 @@ class Critic(nn.Module):
     def __init__(self, actor: PreTrainedModel) -> None:
         super().__init__()
         self.trunk = copy.deepcopy(actor.base_model).requires_grad_(True)
-        weight = actor.get_output_embeddings().weight
-        self.value_head = nn.Linear(weight.shape[1], 1, dtype=torch.float32, device=weight.device)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.value_head = value_head(actor)
 
     def forward(self, batch: Batch, compute: Compute) -> Tensor:
         return token_values(self.trunk, self.value_head, batch, compute)
+
+
+def value_head(model: PreTrainedModel) -> nn.Linear:
+    """Zero weights and bias, float32: every value starts at 0."""
+    weight = model.get_output_embeddings().weight
+    head = nn.Linear(weight.shape[1], 1, dtype=torch.float32, device=weight.device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 def token_values(trunk: nn.Module, head: nn.Linear, batch: Batch, compute: Compute) -> Tensor:

@@ -6,16 +6,18 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from miles.errors import BadInput, CheckpointError
 from miles.learn import folders
+from miles.learn.adapters import layers_of, peft_config, peft_tensors
 from miles.learn.quiet import quiet
 
 if TYPE_CHECKING:
@@ -45,11 +47,53 @@ def export(
     BadInput. Raises CheckpointError when the disk is full or cannot be written.
     """
     directory = Path(directory)
+
+    def write(folder: Path) -> None:
+        _save_weights(model, weights, dtype, max_shard_size, folder)
+        _save_generation_config(model, folder)
+
+    return _publish(directory, tokenizer, facts, write)
+
+
+def export_adapter(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    name: str = "actor",
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write one adapter of the model as the folder that peft and engines load; rules for `directory` as with `export`.
+
+    No base weights and no value head are in it.
+    """
+    directory = Path(directory)
+
+    def write(folder: Path) -> None:
+        save_file(dict(peft_tensors(model, name)), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        folders.write_json(folder / "adapter_config.json", peft_config(model, name))
+
+    return _publish(directory, tokenizer, facts, write)
+
+
+def save_trained(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, facts: Mapping[str, Any]
+) -> Path:
+    """What was trained: the adapter where there is one, else the whole model."""
+    return (export_adapter if layers_of(model) else export)(model, tokenizer, directory, facts=facts)
+
+
+def _publish(
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    facts: Mapping[str, Any] | None,
+    write: Callable[[Path], None],
+) -> Path:
+    """The folder with what `write` writes and the tokenizer, sealed, whole or not at all."""
     check_target(directory)
     try:
         with folders.staged(directory) as partial, quiet():
-            _save_weights(model, weights, dtype, max_shard_size, partial)
-            _save_generation_config(model, partial)
+            write(partial)
             _save_tokenizer(tokenizer, partial)
             folders.seal(partial, MARKER, facts=dict(facts or {}))
             if directory.exists() and any(directory.iterdir()):

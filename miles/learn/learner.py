@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from miles.algo.build import Objective, gather, gather_tokens
 from miles.errors import TrainingAborted
+from miles.learn.adapters import merged_weights, peft_tensors
 from miles.learn.blocks import Blocks, blocks_of
 from miles.learn.critic import weights_of
 from miles.learn.forward import Compute
@@ -74,7 +76,8 @@ class Learner:
             self.critic_optimizer = self._optimizer("critic", rate, total)
         self._blocks = Blocks(self.roles.trunks, settings)
         self._skipped_in_a_row = 0
-        self._visible = VisibleFraction([*self.model.parameters()]) if self.compute.dtype is torch.bfloat16 else None
+        rounded = self.compute.dtype is torch.bfloat16 and recipe.lora.rank is None  # adapters are never rounded
+        self._visible = VisibleFraction([*self.model.parameters()]) if rounded else None
 
     # --- the three verbs of a step ---------------------------------------------------------------------------------
 
@@ -124,8 +127,11 @@ class Learner:
         return metrics
 
     def policy_update(self) -> PolicyUpdate:
-        """The actor's weights under their Hugging Face names, at this version."""
-        return PolicyUpdate(self.version, lambda: iter(weights_of(self.model).items()))
+        """The actor's weights at this version, under their Hugging Face names; merged in float32 where it is an adapter."""
+        if self.recipe.lora.rank is None:
+            return PolicyUpdate(self.version, lambda: iter(weights_of(self.model).items()))
+        weights, adapter = partial(merged_weights, self.model, "actor"), partial(peft_tensors, self.model, "actor")
+        return PolicyUpdate(self.version, weights, adapter=adapter)
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from miles.learn.critic import Critic, frozen_copy, load_weights, weights_of
 from miles.learn.forward import Compute, policy_logprobs
+from miles.learn.onebase import AdapterRoles
 from miles.types import Batch
 
 if TYPE_CHECKING:
@@ -150,4 +151,5 @@ class SeparateModels:
 
 def build_roles(model: PreTrainedModel, recipe: Recipe, objective: Objective, compute: Compute) -> Roles:
     """The arrangement that the recipe asks for, with the roles that the algorithm needs."""
-    return SeparateModels(model, recipe, objective, compute)
+    made = SeparateModels if recipe.lora.rank is None else AdapterRoles
+    return made(model, recipe, objective, compute)

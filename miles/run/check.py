@@ -55,12 +55,14 @@ def _what(role: str, resolved: Resolved) -> str:
     recipe = resolved.recipe
     if role == "learner":
         fact = resolved.facts.get("model.name")
-        return (
-            f"{recipe.model.name}{f' ({fact})' if fact else ''}, {recipe.learner.param_dtype}, {recipe.algorithm.name}"
-        )
+        weights = f", adapter of rank {recipe.lora.rank} on the frozen base" if recipe.lora.rank else ""
+        return f"{recipe.model.name}{f' ({fact})' if fact else ''}, {recipe.learner.param_dtype}, {recipe.algorithm.name}{weights}"
+    if role == "critic" and recipe.lora.rank and recipe.lora.critic == "adapter":
+        return "adapter and value head on the same base"
     if role == "critic":
         return "value head on a trunk that starts as the actor's"
-    return f"frozen, KL in the {recipe.algorithm.kl_place or 'loss'} with beta {recipe.algorithm.beta:g}"
+    weights = "the base without adapters" if recipe.lora.rank else "frozen"
+    return f"{weights}, KL in the {recipe.algorithm.kl_place or 'loss'} with beta {recipe.algorithm.beta:g}"
 
 
 def _source(resolved: Resolved) -> str:

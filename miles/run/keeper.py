@@ -16,7 +16,7 @@ from miles.buffer.embedded import EmbeddedBuffer
 from miles.buffer.manifests import AT_DROP_LIMIT, AT_STREAM_END
 from miles.config.schema import Recipe
 from miles.learn import checkpoint
-from miles.learn.export import export, read_marker
+from miles.learn.export import read_marker, save_trained
 from miles.learn.learner import Learner
 from miles.learn.randomness import random_state
 from miles.learn.writer import Writer
@@ -178,7 +178,7 @@ class RunKeeper:
     def _export(self, name: str) -> None:
         with self.interrupts.whole():
             facts = {"version": self.learner.version, "recipe": self.recipe.model_dump(mode="json")}
-            export(self.model, self.tokenizer, self.run_dir / name, facts=facts)
+            save_trained(self.model, self.tokenizer, self.run_dir / name, facts)
 
     def _record_samples(self, step: int, finished: Sequence[FinishedGroup]) -> list[tuple[Group, str | None]]:
         """The groups themselves, each with why it was dropped, or None."""

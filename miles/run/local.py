@@ -23,6 +23,7 @@ from miles.buffer.stream import PromptStream
 from miles.config.schema import Recipe
 from miles.engine.inprocess import InProcessEngine
 from miles.errors import ConfigError, EngineError, EpisodeError, NothingToTrain, RewardError, TrainingAborted
+from miles.learn.adapters import target_paths
 from miles.learn.export import check_target
 from miles.learn.learner import Learner
 from miles.learn.load import describe, load_model
@@ -65,6 +66,8 @@ class LocalLauncher:
         self._check()
         torch.set_num_threads(self.recipe.run.threads or 1)
         model = load_model(self.recipe.model, seed=self.recipe.run.seed, device=device_of(self.recipe))
+        if self.recipe.lora.rank is not None:
+            target_paths(model, self.recipe.lora.targets)
         if not self.resume:
             begin_run_dir(self.run_dir, self.recipe)
         interrupts = Interrupts()

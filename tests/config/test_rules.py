@@ -93,6 +93,10 @@ def test_a_plain_recipe_has_no_problem_and_no_warning() -> None:
             "data.max_rows = 5 is fewer than algorithm.groups_per_step = 8, and a prompt stands at most once in a step: "
             "lower algorithm.groups_per_step to at most 5, or raise data.max_rows.",
         ),
+        (
+            {"lora__rank": 4, "lora__targets": []},
+            'lora.targets is empty, so that nothing would be trained: name layers, or leave it out for ["all-linear"].',
+        ),
     ],
 )
 def test_contradictions(changes: dict[str, Any], sentence: str) -> None:
@@ -141,6 +145,8 @@ def test_remote_code_needs_a_commit_unless_it_lies_on_this_machine(name: str, re
         ({"algorithm__kl_place": "loss"}, "algorithm.beta is 0"),
         ({"algorithm__kl_estimator": "k2"}, "algorithm.beta is 0"),
         ({"learner__min_learning_rate_ratio": 0.1}, "learner.schedule is constant"),
+        ({"lora__alpha": 8.0}, "lora.rank is not set"),
+        ({"lora__targets": ["q_proj"]}, "lora.rank is not set"),
         ({"log__project": "mine"}, "log.wandb and log.trackio are off"),
     ],
 )
@@ -166,6 +172,7 @@ def test_a_key_that_was_set_and_does_nothing_is_a_warning(changes: dict[str, Any
             "algorithm__kl_place": "loss",
         },
         {"learner__schedule": "cosine", "learner__min_learning_rate_ratio": 0.1},
+        {"lora__rank": 8, "lora__alpha": 8.0, "lora__targets": ["q_proj"], "learner__learning_rate": 2e-4},
         {"log__wandb": "offline", "log__project": "mine"},
         {"run__keep_best": True, "eval__every": 2, "run__stop_at_reward": 0.9},
     ],
@@ -212,3 +219,17 @@ def test_objects_from_python_stand_for_keys(tmp_path: Path) -> None:
     assert rule_warnings(recipe(data__source="", data__split="x"), ["data.split"], ["data.source"]) == [
         "data.split has no effect: data.source is not a hub id."
     ]
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(1e-5, True), (3e-5, False), (2e-4, False)])
+def test_adapters_at_a_rate_for_full_weights_are_a_warning(rate: float, warned: bool) -> None:
+    found = rule_warnings(recipe(lora__rank=16, learner__learning_rate=rate), [])
+    assert (found != []) is warned
+    assert not warned or "2e-4 is a usual rate" in found[0]
+
+
+def test_a_rank_of_zero_is_refused() -> None:
+    loaded = load([], {**BASE, "lora.rank": 0}, env={})
+    (problem,) = loaded.problems
+    assert "lora.rank" in problem
+    assert "an integer >= 1" in problem

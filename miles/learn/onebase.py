@@ -1,0 +1,118 @@
+"""The roles of LoRA: one frozen base, on which an adapter is switched on for each forward and nothing is copied.
+
+actor       its adapter                        ref         no adapter: the base, bit for bit
+critic      its adapter and a value head       (where the reference moves: a frozen adapter of its own)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from miles.learn.adapters import adapter_parameters, attach, copy_adapter, load_parameters
+from miles.learn.critic import Critic, load_weights, token_values, value_head, weights_of
+from miles.learn.forward import Compute, policy_logprobs
+from miles.types import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from miles.algo.build import Objective
+    from miles.config.schema import Recipe
+    from miles.learn.model import Role
+
+
+class OneBase(nn.Module):
+    """The root of a model with adapters, and of the value heads on it."""
+
+    def __init__(self, model: PreTrainedModel, heads: Mapping[str, nn.Linear]) -> None:
+        super().__init__()
+        self.model, self.heads = model, nn.ModuleDict(heads)
+
+    def forward(
+        self, batch: Batch, compute: Compute, head: str | None, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Values and None with a head, otherwise log-probabilities and entropies; of the adapter that is on."""
+        if head is None:
+            return policy_logprobs(self.model, batch, compute, with_entropy)
+        return token_values(self.model.base_model, self.heads[head], batch, compute), None
+
+
+class AdapterRoles:
+    """`model.Roles` on one base. The adapter stays on after a forward, because its backward may compute blocks again."""
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, objective: Objective, compute: Compute) -> None:
+        self.actor = model
+        self._compute = compute
+        self._full_critic = Critic(model) if objective.needs_critic and recipe.lora.critic == "full" else None
+        self._reference_moves = objective.needs_ref and recipe.algorithm.ref_update_every is not None
+        own_critic = objective.needs_critic and recipe.lora.critic == "adapter"
+        names = ["actor", *(["critic"] if own_critic else []), *(["ref"] if self._reference_moves else [])]
+        if compute.dtype is not torch.float32:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(compute.dtype)
+        # The base is stored in the type that it computes in; autocast would cast adapters and heads as well.
+        self._stored_type = replace(compute, dtype=torch.float32)
+        self._switch = attach(model, names, recipe.lora, recipe.run.seed)
+        self.root = OneBase(model, {"critic": value_head(model)} if own_critic else {})
+        for parameter in adapter_parameters(model, "ref").values():
+            parameter.requires_grad_(False)
+        self.names: tuple[Role, ...] = (
+            "actor",
+            *(("ref",) if objective.needs_ref else ()),
+            *(("critic",) if objective.needs_critic else ()),
+        )
+
+    @property
+    def roots(self) -> tuple[nn.Module, ...]:
+        return (self.root, *([] if self._full_critic is None else [self._full_critic]))
+
+    @property
+    def trunks(self) -> tuple[PreTrainedModel, ...]:
+        return (self.actor.base_model, *([] if self._full_critic is None else [self._full_critic.trunk]))
+
+    def logprobs(self, role: Role, batch: Batch, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+        self._switch.adapter = role if role == "actor" or self._reference_moves else None
+        return self.root(batch, self._stored_type, None, with_entropy)
+
+    def values(self, role: Role, batch: Batch) -> Tensor:
+        if self._full_critic is not None:
+            return self._full_critic(batch, self._compute)
+        self._switch.adapter = role
+        return self.root(batch, self._stored_type, role, False)[0]
+
+    def trained(self, role: Role) -> dict[str, nn.Parameter]:
+        if role == "critic" and self._full_critic is not None:
+            return dict(self._full_critic.named_parameters())
+        head = dict(self.root.heads[role].named_parameters("value_head")) if role in self.root.heads else {}
+        return {**adapter_parameters(self.actor, role), **head}
+
+    def renew_reference(self) -> None:
+        copy_adapter(self.actor, "actor", "ref")
+
+    def rest(self) -> None:
+        self._switch.adapter = "actor"
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Adapters and heads; the base is the model that the run starts from and is not stored again."""
+        adapters = {file: {name: p.detach() for name, p in held.items()} for file, held in self._stored.items()}
+        return adapters if self._full_critic is None else {**adapters, "critic": weights_of(self._full_critic)}
+
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for file, held in self._stored.items():
+            load_parameters(held, tensors.get(file, {}))
+        if self._full_critic is not None:
+            load_weights(self._full_critic, tensors.get("critic", {}))
+
+    @property
+    def _stored(self) -> dict[str, dict[str, nn.Parameter]]:
+        held = {"adapter": self.trained("actor")}
+        if "critic" in self.root.heads:
+            held["critic"] = self.trained("critic")
+        if self._reference_moves:
+            held["reference"] = adapter_parameters(self.actor, "ref")
+        return held
