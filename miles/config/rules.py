@@ -132,9 +132,23 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
         yield 'lora.targets is empty, so that nothing would be trained: name layers, or leave it out for ["all-linear"].'
 
 
+def _ranks(recipe: Recipe) -> Iterator[str]:
+    learner = recipe.learner
+    if learner.compile and learner.gradient_checkpointing == "selective":
+        yield (
+            'learner.gradient_checkpointing = "selective" picks operations one by one, which learner.compile = true fuses: use '
+            "true with it, or leave one of them out."
+        )
+    if recipe.parallel.context > 1:
+        yield (
+            f"parallel.context = {recipe.parallel.context}: one sequence cannot be split over ranks yet: leave it at 1. Long "
+            "sequences fit with learner.gradient_checkpointing = true and more ranks in parallel.shard."
+        )
+
+
 PROBLEM_RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
     _required, _length, _minibatches, _rewards, _overlong, _sampling, _remote_code, _evaluation, _rows,
-    _adapters,
+    _adapters, _ranks,
 )  # fmt: skip
 
 
@@ -168,6 +182,10 @@ def _unused_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_horizon", "algorithm.kl_target is not set"
     if not recipe.algorithm.beta:
         yield from ((f"algorithm.{name}", "algorithm.beta is 0") for name in ("kl_place", "kl_estimator"))
+    if recipe.parallel.shard * recipe.parallel.replicate == 1:
+        yield "parallel.offload_reference", "one rank shards nothing"
+    elif recipe.lora.rank is not None:
+        yield "parallel.offload_reference", "with adapters the reference is the base itself"
     if recipe.lora.rank is None:
         yield from ((f"lora.{name}", "lora.rank is not set") for name in ("alpha", "targets", "critic"))
     if recipe.learner.schedule == "constant":

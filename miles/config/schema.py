@@ -210,8 +210,8 @@ class Learner(Section):
     """Tokens whose logits exist at the same time."""
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the forward and backward; master weights and the optimizer are fp32."""
-    gradient_checkpointing: bool = False
-    """Recompute each block in the backward instead of keeping its activations."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Recompute each block in the backward instead of keeping its activations; selective: all of it but matrix products and attention."""
     compile: bool = False
     """torch.compile each block."""
 
@@ -228,8 +228,14 @@ class Lora(Section):
 
 
 class Parallel(Section):
-    shard: Literal[1] = 1
-    """Ranks that weights, gradients and optimizer are sharded over."""
+    shard: PositiveInt = 1
+    """Ranks that weights, gradients and optimizer are sharded over (FSDP2)."""
+    replicate: PositiveInt = 1
+    """Sets of such ranks, each with the whole model; gradients are summed between them. Ranks: shard * replicate."""
+    context: PositiveInt = 1
+    """Ranks that one sequence is split over. Reserved: only 1 for now."""
+    offload_reference: bool = False
+    """Keep the frozen reference of full weights in host memory; each block comes to the device for its forward."""
 
 
 class Publish(Section):

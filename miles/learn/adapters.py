@@ -18,6 +18,7 @@ from miles.errors import ConfigError
 from miles.learn.blocks import blocks_of
 from miles.learn.critic import weights_of
 from miles.learn.optim import matching
+from miles.learn.parallel import whole
 from miles.learn.shards import Stored
 
 if TYPE_CHECKING:
@@ -147,23 +148,26 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str
 
 
 def merged_weights(model: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under the name that it has without adapters; float32 W + (alpha / rank) * B A where there is one."""
+    """Every weight, whole, under the name that it has without adapters; float32 W + (alpha / rank) * B A where there is one.
+
+    On several ranks all of them iterate together.
+    """
     layers = layers_of(model)
     for key, tensor in weights_of(model).items():
         if _adapter_of(key) is not None:
             continue
         path, _, kind = key.rpartition(BASE)
         if path not in layers:
-            yield key, tensor
+            yield key, whole(tensor)
         elif kind == "weight":
-            yield f"{path}.weight", layers[path].scale * delta(layers[path], name) + tensor.float()
+            yield f"{path}.weight", layers[path].scale * delta(layers[path], name) + whole(tensor).float()
         else:
-            yield f"{path}.{kind}", tensor
+            yield f"{path}.{kind}", whole(tensor)
 
 
 def delta(layer: LoRALinear, name: str) -> Tensor:
     """[outputs, inputs] float32, B A."""
-    return (layer.B[name].weight @ layer.A[name].weight).detach()
+    return whole(layer.B[name].weight.detach()) @ whole(layer.A[name].weight.detach())
 
 
 def merge(model: nn.Module, name: str) -> None:
@@ -189,10 +193,13 @@ def _adapter_of(key: str) -> str | None:
 
 
 def peft_tensors(model: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
-    """One adapter under peft's names: `base_model.model.<path>.lora_A.weight`."""
+    """One adapter, whole, under peft's names: `base_model.model.<path>.lora_A.weight`.
+
+    On several ranks all of them iterate together.
+    """
     for path, layer in layers_of(model).items():
         for kind, part in (("lora_A", layer.A), ("lora_B", layer.B)):
-            yield f"base_model.model.{path}.{kind}.weight", part[name].weight.detach()
+            yield f"base_model.model.{path}.{kind}.weight", whole(part[name].weight.detach())
 
 
 def peft_config(model: PreTrainedModel, name: str) -> dict[str, Any]:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from miles.errors import ConfigError
 
@@ -19,16 +22,29 @@ if TYPE_CHECKING:
     from miles.config.schema import Learner
 
 
+_ATEN = torch.ops.aten
+KEPT = [
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    *([torch.ops.mkldnn._linear_pointwise.default] if hasattr(torch.ops.mkldnn, "_linear_pointwise") else []),
+]
+"""Operations whose results "selective" keeps: what takes the time of a block."""
+
+
 class Blocks:
     """`learner.gradient_checkpointing` and `learner.compile` of some trunks."""
 
     def __init__(self, trunks: Sequence[PreTrainedModel], settings: Learner, backend: str = "inductor") -> None:
         """backend: of torch.compile. Raises ConfigError for a model that does not know gradient checkpointing."""
         self._blocks = [block for trunk in trunks for block in blocks_of(trunk)]
-        self._recompute = settings.gradient_checkpointing
+        self._recompute = settings.gradient_checkpointing is not False
         if self._recompute:
             for trunk in trunks:
-                _enable_checkpointing(trunk)
+                _enable_checkpointing(trunk, selective=settings.gradient_checkpointing == "selective")
         self._compiled = []
         if settings.compile:
             for block in self._blocks:
@@ -60,10 +76,11 @@ def blocks_of(trunk: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=len)) if lists else []
 
 
-def _enable_checkpointing(trunk: PreTrainedModel) -> None:
+def _enable_checkpointing(trunk: PreTrainedModel, *, selective: bool) -> None:
+    kept = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if selective else {}
     try:
-        trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        trunk.gradient_checkpointing_enable({"use_reentrant": False, **kept})
     except ValueError as error:
         raise ConfigError(
-            f"learner.gradient_checkpointing = true, but {type(trunk).__name__} cannot recompute its blocks: set it to false."
+            f"learner.gradient_checkpointing is set, but {type(trunk).__name__} cannot recompute its blocks: set it to false."
         ) from error

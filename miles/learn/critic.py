@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from miles.learn.forward import Compute, Reads, hidden_states
 from miles.learn.optim import matching
+from miles.learn.parallel import whole
 from miles.types import Batch
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             out[name] = tensor.detach()
     return out
+
+
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and kept buffers by name, each whole; on several ranks all of them iterate together."""
+    return ((name, whole(tensor)) for name, tensor in weights_of(model).items())
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from miles.learn.shards import part_of
 
 COORDINATES = 65536
 
@@ -27,8 +31,15 @@ class VisibleFraction:
     coordinates, so no second copy of the weights is kept.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], seed: int = 0, coordinates: int = COORDINATES) -> None:
-        self._parameters = list(parameters)
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        over_ranks: Callable[[Tensor], Tensor] = lambda held: held,
+        seed: int = 0,
+        coordinates: int = COORDINATES,
+    ) -> None:
+        """over_ranks: the sum over ranks, of sharded parameters; each rank reads the coordinates that it holds."""
+        self._parameters, self._over_ranks = list(parameters), over_ranks
         sizes = torch.tensor([parameter.numel() for parameter in self._parameters], dtype=torch.float64)
         generator = torch.Generator().manual_seed(seed)
         counts = (sizes / sizes.sum() * coordinates).ceil().clamp(max=sizes).long().tolist()
@@ -48,4 +59,17 @@ class VisibleFraction:
 
     def _read(self) -> Tensor:
         pairs = zip(self._parameters, self._places, strict=True)
-        return torch.cat([parameter.detach().reshape(-1)[places].float() for parameter, places in pairs])
+        return self._over_ranks(torch.cat([_held(parameter.detach(), places) for parameter, places in pairs]))
+
+
+def _held(parameter: Tensor, places: Tensor) -> Tensor:
+    """[n] float32, the entries at these places of the flat tensor; of a sharded one 0 where another rank has to say it."""
+    if not isinstance(parameter, DTensor):
+        return parameter.reshape(-1)[places].float()
+    part = part_of(parameter, 0, copy=False)
+    if part.tensor is None:
+        return torch.zeros(len(places), device=places.device)
+    flat = part.tensor.reshape(-1).to(places.device)
+    local = places - part.offsets[0] * math.prod(parameter.shape[1:])
+    inside = (local >= 0) & (local < len(flat))
+    return torch.where(inside, flat[local.clamp(0, len(flat) - 1)].float(), 0.0)

@@ -15,15 +15,18 @@ from miles.algo.build import Objective, gather, gather_tokens
 from miles.errors import TrainingAborted
 from miles.learn.adapters import merged_weights, peft_tensors
 from miles.learn.blocks import Blocks, blocks_of
-from miles.learn.critic import weights_of
+from miles.learn.critic import whole_weights
 from miles.learn.forward import Compute
 from miles.learn.gauges import VisibleFraction
 from miles.learn.model import Role, build_roles
 from miles.learn.optim import Optimizer, Schedule, Stepped, matching
-from miles.learn.pack import move, pack
+from miles.learn.pack import empty_batch, move, pack
+from miles.learn.parallel import free_gathered
 from miles.learn.probe import check_head, probe_packing
 from miles.learn.record import StepRecord
 from miles.learn.rows import Layout
+from miles.learn.shares import shares
+from miles.learn.spmd import Ranks
 from miles.learn.step import Step, build_step, minibatches
 from miles.types import Batch, Group, PolicyUpdate, Signal
 
@@ -36,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Learner:
-    """The one implementation of `protocols.Learner`, in one process.
+    """The one implementation of `protocols.Learner`, in one process or on each of several ranks.
 
     `model` is the actor; engines in this process sample with it. The critic and the reference start as copies of it, so
     a learner that resumes is built on the weights that the run started from, and then given `load_state`.
@@ -50,13 +53,16 @@ class Learner:
         device: torch.device | str = "cpu",
         total_steps: int | None = None,
         objective: Objective | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """total_steps: of the run, for schedules; None: `algorithm.steps`. objective: None: the recipe's.
+        """total_steps: of the run, for schedules; None: `algorithm.steps`. objective: None: the recipe's. ranks: None: all of
+        the default process group, each of which makes the same calls with the same groups.
 
         Raises ConfigError and ModelError for what cannot be trained exactly.
         """
         self.recipe, self.version = recipe, 0
         self.device = torch.device(device)
+        self.ranks = Ranks.join(recipe.parallel, self.device) if ranks is None else ranks
         self.model = model.to(self.device, torch.float32).eval()
         self.objective = Objective.build(recipe) if objective is None else objective
         self.beta = self.objective.beta
@@ -64,6 +70,9 @@ class Learner:
         check_head(self.model)
         self.layout = self._layout()
         self.roles = build_roles(self.model, recipe, self.objective, self.compute)
+        self._blocks = Blocks(self.roles.trunks, recipe.learner)
+        if self.ranks.mesh is not None:
+            self.roles.shard(self.ranks.mesh)
         steps = recipe.algorithm.steps if total_steps is None else total_steps
         self._updates_per_step = recipe.learner.epochs * recipe.learner.minibatches
         total = None if steps is None else steps * self._updates_per_step
@@ -74,10 +83,9 @@ class Learner:
             rate = settings.critic_learning_rate
             rate = 5 * settings.learning_rate if rate is None else rate
             self.critic_optimizer = self._optimizer("critic", rate, total)
-        self._blocks = Blocks(self.roles.trunks, settings)
         self._skipped_in_a_row = 0
         rounded = self.compute.dtype is torch.bfloat16 and recipe.lora.rank is None  # adapters are never rounded
-        self._visible = VisibleFraction([*self.model.parameters()]) if rounded else None
+        self._visible = VisibleFraction([*self.model.parameters()], self.ranks.sum) if rounded else None
 
     # --- the three verbs of a step ---------------------------------------------------------------------------------
 
@@ -114,7 +122,7 @@ class Learner:
                 aborted = self._skipped_in_a_row >= self.recipe.run.max_skipped_updates
                 if aborted:
                     break
-        metrics = record.row(self.objective, self.beta, self.device, self._visible)
+        metrics = record.row(self.objective, self.beta, self.device, self._visible, self.ranks)
         self.version += 1
         if aborted:
             raise TrainingAborted(
@@ -129,7 +137,7 @@ class Learner:
     def policy_update(self) -> PolicyUpdate:
         """The actor's weights at this version, under their Hugging Face names; merged in float32 where it is an adapter."""
         if self.recipe.lora.rank is None:
-            return PolicyUpdate(self.version, lambda: iter(weights_of(self.model).items()))
+            return PolicyUpdate(self.version, partial(whole_weights, self.model))
         weights, adapter = partial(merged_weights, self.model, "actor"), partial(peft_tensors, self.model, "actor")
         return PolicyUpdate(self.version, weights, adapter=adapter)
 
@@ -187,7 +195,7 @@ class Learner:
             output.loss.backward()
             total += output.loss.item()
             outputs.append((batch.loss_mask, output.metrics))
-        stepped = self.critic_optimizer.step(number, total)
+        stepped = self.critic_optimizer.step(number, self.ranks.total(total))
         record.add_values(outputs, stepped)
         return stepped
 
@@ -219,7 +227,7 @@ class Learner:
             output.loss.backward()
             total += output.loss.item()
             outputs.append((batch.loss_mask, output.metrics))
-        stepped = self.optimizer.step(number, total)
+        stepped = self.optimizer.step(number, self.ranks.total(total))
         record.add_policy(outputs, stepped)
         return stepped
 
@@ -235,7 +243,11 @@ class Learner:
                     yield self.version * self._updates_per_step + epoch * settings.minibatches + place, samples
 
     def _batches(self, step: Step, samples: Sequence[int]) -> Iterator[Batch]:
-        for batch in pack(step, samples, self.layout):
+        """This rank's; as many on every rank, so that all of them come to the same forwards."""
+        own = shares(step, samples, self.ranks.size, self.layout.share)[self.ranks.rank]
+        batches = pack(step, own, self.layout)
+        batches += [empty_batch()] * (self.ranks.most(len(batches)) - len(batches))
+        for batch in batches:
             yield move(batch, self.device)
 
     def _scored(self, step: Step, read: Callable[[Batch], Tensor]) -> Tensor:
@@ -244,7 +256,7 @@ class Learner:
         with torch.no_grad(), self._forwards():
             for batch in self._batches(step, step.samples):
                 column[batch.slots[batch.loss_mask]] = read(batch)[batch.loss_mask]
-        return column
+        return self.ranks.sum(column)
 
     @contextmanager
     def _forwards(self) -> Iterator[None]:
@@ -254,6 +266,7 @@ class Learner:
                 yield
             finally:
                 self.roles.rest()
+                free_gathered(self.roles.roots)
 
     def _optimizer(self, role: Role, peak: float, total_updates: int | None) -> Optimizer:
         settings = self.recipe.learner

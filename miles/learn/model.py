@@ -12,16 +12,20 @@ on modules (gathered shards, compiled blocks, recomputation) is at work in it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from miles.learn.critic import Critic, frozen_copy, load_weights, weights_of
 from miles.learn.forward import Compute, policy_logprobs
 from miles.learn.onebase import AdapterRoles
+from miles.learn.parallel import parallelize
 from miles.types import Batch
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
     from miles.algo.build import Objective
@@ -62,6 +66,10 @@ class Roles(Protocol):
         """By name, what the optimizer of actor or critic moves."""
         ...
 
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Spreads the weights over the mesh, before optimizers are made of them."""
+        ...
+
     def renew_reference(self) -> None:
         """The reference becomes the actor as it is now."""
         ...
@@ -96,6 +104,7 @@ class SeparateModels:
     def __init__(self, model: PreTrainedModel, recipe: Recipe, objective: Objective, compute: Compute) -> None:
         self.actor = model.requires_grad_(True)
         self._compute = compute
+        self._offload = recipe.parallel.offload_reference
         self._reference_moves = recipe.algorithm.ref_update_every is not None
         self.policies: dict[Role, Policy] = {"actor": Policy(model)}
         self.critics: dict[Role, Critic] = {}
@@ -124,6 +133,15 @@ class SeparateModels:
 
     def trained(self, role: Role) -> dict[str, nn.Parameter]:
         return dict((self.actor if role == "actor" else self.critics[role]).named_parameters())
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        offload = self._offload
+        for role, policy in self.policies.items():
+            trunk = policy.model.base_model
+            parallelize(policy, trunk, mesh, dtype=self._compute.dtype, offload=offload and role == "ref")
+        for critic in self.critics.values():
+            parallelize(critic, critic.trunk, mesh, dtype=self._compute.dtype)
+        self._compute = replace(self._compute, dtype=torch.float32)  # blocks are gathered in their type: no autocast
 
     def renew_reference(self) -> None:
         load_weights(self.policies["ref"].model, weights_of(self.actor))

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from miles.learn.adapters import adapter_parameters, attach, copy_adapter, load_parameters
 from miles.learn.critic import Critic, load_weights, token_values, value_head, weights_of
 from miles.learn.forward import Compute, policy_logprobs
+from miles.learn.parallel import parallelize
 from miles.types import Batch
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
     from miles.algo.build import Objective
@@ -90,6 +92,13 @@ class AdapterRoles:
             return dict(self._full_critic.named_parameters())
         head = dict(self.root.heads[role].named_parameters("value_head")) if role in self.root.heads else {}
         return {**adapter_parameters(self.actor, role), **head}
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Base and adapters of a block are gathered together, each in the type that it is stored in."""
+        parallelize(self.root, self.actor.base_model, mesh)
+        if self._full_critic is not None:
+            parallelize(self._full_critic, self._full_critic.trunk, mesh, dtype=self._compute.dtype)
+            self._compute = self._stored_type
 
     def renew_reference(self) -> None:
         copy_adapter(self.actor, "actor", "ref")

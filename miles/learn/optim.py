@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.errors import CheckpointError, ConfigError
+from miles.learn.parallel import whole
 from miles.learn.shards import Stored
 
 if TYPE_CHECKING:
@@ -129,9 +130,9 @@ class Optimizer:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Euclidean norm over all gradients, in float32."""
+    """Euclidean norm over all gradients, in float32; over all ranks where they are sharded."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
+    return whole(torch.nn.utils.get_total_norm(gradients)).item() if gradients else 0.0
 
 
 def matching(tensors: Mapping[str, Tensor | Stored], name: str, like: Tensor) -> Tensor:

@@ -47,6 +47,23 @@ def build_batch(rows: Sequence[Row], share: bool) -> Batch:
     )
 
 
+def empty_batch() -> Batch:
+    """A row that trains nothing: what a rank that has run out of batches sends through the model beside the others."""
+    nothing = torch.full((2,), -1)
+    return Batch(
+        token_ids=torch.zeros(2, dtype=torch.int64),
+        position_ids=torch.arange(2),
+        node_ids=torch.zeros(2, dtype=torch.int64),
+        parents=torch.tensor([-1]),
+        source=torch.tensor([-1, 0]),
+        loss_mask=torch.zeros(2, dtype=torch.bool),
+        slots=nothing,
+        sample_ids=nothing,
+        rows=1,
+        width=2,
+    )
+
+
 def move(value: T, device: torch.device | str) -> T:
     """A copy of a dataclass with its tensors on the device."""
     tensors = {f.name: getattr(value, f.name) for f in fields(value) if isinstance(getattr(value, f.name), Tensor)}

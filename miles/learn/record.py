@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from miles.algo.build import Objective
 from miles.algo.metrics import Totals, quantile
 from miles.learn.gauges import VisibleFraction, peak_bytes
 from miles.learn.optim import Stepped
+from miles.learn.spmd import Ranks
 from miles.types import Signal
 
 Outputs = Sequence[tuple[Tensor, Mapping[str, Tensor]]]  # of each batch: [T] bool mask, [T] metrics
@@ -39,28 +41,34 @@ class StepRecord:
             self._values = sum((Totals.of(metrics, mask) for mask, metrics in outputs), self._values)
 
     def row(
-        self, objective: Objective, beta: float, device: torch.device, visible: VisibleFraction | None
+        self, objective: Objective, beta: float, device: torch.device, visible: VisibleFraction | None, ranks: Ranks
     ) -> dict[str, float]:
-        """The learner's keys of metrics.jsonl; what was not measured is absent."""
+        """The learner's keys of metrics.jsonl, over all ranks and equal on each; what was not measured is absent."""
+        policy, values = _joined(self._policy, ranks), _joined(self._values, ranks)
         out: dict[str, float | None] = {
             "update/skipped": sum(stepped.skipped for stepped in [*self._actor, *self._critic]),
             "tokens/trained": len(self._signal.table.sample_ids),
-            "tokens/scored": round(self._policy.tokens / self._epochs),
-            "memory/peak_bytes": peak_bytes(device),
+            "tokens/scored": round(policy.tokens / self._epochs),
+            "memory/peak_bytes": ranks.most(peak_bytes(device)),
             "update/visible_fraction": None if visible is None else visible(),
             "value/explained_variance": objective.explained_variance(self._signal, beta),
             **_spread(self._signal.advantages),
-            **self._policy.row(_applied(self._actor)),
-            **self._values.row(_applied(self._critic)),
+            **policy.row(_applied(self._actor)),
+            **values.row(_applied(self._critic)),
             **_rates(self._actor, ""),
             **_rates(self._critic, "/critic"),
         }
-        if self._entropies:
-            entropies = torch.cat(self._entropies)
+        entropies = ranks.join_columns(torch.cat(self._entropies) if self._entropies else torch.empty(0))
+        if len(entropies):
             out["entropy/p10"] = quantile(entropies, torch.ones_like(entropies, dtype=torch.bool), 0.1)
         if objective.settings.get("kl_target") is not None:
             out["kl/beta"] = beta
         return {key: value for key, value in out.items() if value is not None}
+
+
+def _joined(totals: Totals, ranks: Ranks) -> Totals:
+    """The sum over ranks; floats pass through JSON to the bit."""
+    return sum((Totals(**part) for part in ranks.gather(asdict(totals))), Totals())
 
 
 def _applied(steps: Sequence[Stepped]) -> int:

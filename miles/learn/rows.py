@@ -37,7 +37,7 @@ class RowPlan:
 
 
 @dataclass(frozen=True)
-class _Member:
+class Member:
     """A sample on its way into a row."""
 
     sample: int
@@ -50,11 +50,11 @@ def plan_rows(step: Step, samples: Sequence[int], layout: Layout) -> RowPlan:
     plan = _separate(step, samples, layout)
     if not layout.pack or not samples:
         return plan
-    groups = _members(step, samples, layout.share)
+    groups = members_of(step, samples, layout.share)
     root = _root(step, samples) if layout.share else 0
     smallest = max(member.alone for group in groups for member in group)
     largest = max(smallest, min(max(TOP_WIDTH, 2 * smallest), layout.tokens_per_batch))
-    everything = root + sum(_size(group) - root for group in groups)
+    everything = root + sum(size_of(group) - root for group in groups)
     for width in _widths(smallest, min(largest, max(smallest, everything))):
         packed = _packed(step, groups, root, width, layout)
         if packed.cost < plan.cost:
@@ -81,7 +81,7 @@ def _separate(step: Step, samples: Sequence[int], layout: Layout) -> RowPlan:
     return _batched(whole, False, CAUSAL, layout)
 
 
-def _members(step: Step, samples: Sequence[int], share: bool) -> list[list[_Member]]:
+def members_of(step: Step, samples: Sequence[int], share: bool) -> list[list[Member]]:
     """The samples of each group, neighbours sharing the most."""
     by_group: dict[int, list[int]] = {}
     for i in samples:
@@ -89,20 +89,20 @@ def _members(step: Step, samples: Sequence[int], share: bool) -> list[list[_Memb
     return [_ordered(step, group, share) for group in by_group.values()]
 
 
-def _ordered(step: Step, group: Sequence[int], share: bool) -> list[_Member]:
+def _ordered(step: Step, group: Sequence[int], share: bool) -> list[Member]:
     alone = {i: row_tokens(step.segments[i], share) for i in group}
     if not share:
-        return [_Member(i, alone[i], alone[i]) for i in group]
+        return [Member(i, alone[i], alone[i]) for i in group]
     first = [step.segments[i][0].inputs for i in group]
     members, before = [], None
     for k in sorted_order(first):
         common = 0 if before is None else common_prefix(before, first[k])
-        members.append(_Member(group[k], alone[group[k]], alone[group[k]] - common))
+        members.append(Member(group[k], alone[group[k]], alone[group[k]] - common))
         before = first[k]
     return members
 
 
-def _size(members: Sequence[_Member]) -> int:
+def size_of(members: Sequence[Member]) -> int:
     return members[0].alone + sum(member.beside for member in members[1:])
 
 
@@ -113,13 +113,13 @@ def _root(step: Step, samples: Sequence[int]) -> int:
     return common_prefix(inputs[order[0]], inputs[order[-1]])
 
 
-def _packed(step: Step, groups: Sequence[Sequence[_Member]], root: int, width: int, layout: Layout) -> RowPlan:
+def _packed(step: Step, groups: Sequence[Sequence[Member]], root: int, width: int, layout: Layout) -> RowPlan:
     """First fit, largest first, into rows of at most `width` tokens; a sample beyond the limit has a row of its own."""
     width = min(width, layout.tokens_per_batch)
-    pieces = [piece for group in groups for piece in _pieces(group, width)]
+    pieces = [piece for group in groups for piece in cut(group, width)]
     rows: list[tuple[int, list[int]]] = []
-    for piece in sorted(pieces, key=_size, reverse=True):
-        size, members = _size(piece), [member.sample for member in piece]
+    for piece in sorted(pieces, key=size_of, reverse=True):
+        size, members = size_of(piece), [member.sample for member in piece]
         for at, (filled, held) in enumerate(rows):
             if filled + size - root <= width:
                 rows[at] = (filled + size - root, held + members)
@@ -131,9 +131,9 @@ def _packed(step: Step, groups: Sequence[Sequence[_Member]], root: int, width: i
     return _batched(whole, layout.share, 1.0, layout)
 
 
-def _pieces(group: Sequence[_Member], width: int) -> list[list[_Member]]:
+def cut(group: Sequence[Member], width: int) -> list[list[Member]]:
     """A group cut by samples so that each piece fits into a row."""
-    pieces: list[list[_Member]] = []
+    pieces: list[list[Member]] = []
     filled = 0
     for member in group:
         if pieces and filled + member.beside <= width:

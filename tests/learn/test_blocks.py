@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from miles.config.schema import Learner
 from miles.errors import ConfigError
@@ -72,5 +75,31 @@ def test_compiled_blocks_give_the_same_gradients_and_are_left_behind(groups):
 def test_a_model_that_cannot_recompute_says_so(groups):
     model = tiny_model("llama")
     model.base_model.supports_gradient_checkpointing = False
-    with pytest.raises(ConfigError, match=r"learner\.gradient_checkpointing = true, but LlamaModel"):
+    with pytest.raises(ConfigError, match=r"learner\.gradient_checkpointing is set, but LlamaModel"):
         Blocks([model.base_model], Learner(gradient_checkpointing=True))
+
+
+class _Count(TorchDispatchMode):
+    """How often each operation was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.overloadpacket] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_selective_recomputing_makes_no_product_again(groups, family):
+    expected, _ = run(groups, tiny_model(family))
+    products = {}
+    for kind in (False, "selective", True):
+        model = tiny_model(family)
+        blocks = Blocks([model.base_model], Learner(gradient_checkpointing=kind))
+        with _Count() as count:
+            found, _ = run(groups, model, blocks)
+        assert groups.largest_difference(found, expected) < 1e-6
+        products[kind] = count.calls[torch.ops.aten.mm] + count.calls[torch.ops.aten.addmm]
+    assert products["selective"] == products[False] < products[True]
