@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
 
-from miles.learn.attention import FULL, SLIDING, Attention, ancestors, is_separate, visible
+from miles.config.schema import Model
+from miles.learn.attention import FULL, SLIDING, Attention, FlexAttention, ancestors, is_separate, visible
+from miles.learn.forward import Compute, hidden_states
+from miles.learn.load import load_model
 from miles.learn.pack import build_batch, pack
 from miles.types import Batch
 
@@ -54,6 +58,31 @@ def test_a_mask_shows_each_token_its_own_sequence_and_nothing_else(groups, seed)
                 t = int(batch.source[t])
                 expected.add(t % batch.width)
             assert set(seen[row, q % batch.width].nonzero().flatten().tolist()) == expected
+
+
+@pytest.mark.parametrize("window", [3, 10**6])
+def test_block_masks_show_the_same_places(groups, window):
+    step = groups.step(groups.draw(seed=1))
+    for batch in pack(step, step.samples, groups.TREE):
+        dense = Attention((FULL, SLIDING), window).mask(batch)
+        blocks = FlexAttention((FULL, SLIDING), window).mask(batch)
+        for kind in (FULL, SLIDING):
+            places = create_mask(blocks[kind].mask_mod, batch.rows, 1, batch.width, batch.width, device="cpu")
+            assert torch.equal(places, dense[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+def test_a_forward_with_block_masks_is_the_forward_with_dense_ones(groups):
+    step = groups.step(groups.draw(seed=1))
+    model = load_model(Model(name="tiny-random:gemma3"), seed=0)
+    dense, flex = (kind.of(model.config) for kind in (Attention, FlexAttention))
+    batch = pack(step, step.samples, groups.TREE)[0]
+    with torch.no_grad():
+        expected = hidden_states(model.base_model, batch, Compute(dense))
+        model.set_attn_implementation("flex_attention")
+        found = hidden_states(model.base_model, batch, Compute(flex))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_rows_of_one_sequence_need_no_mask(groups):
