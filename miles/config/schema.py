@@ -204,6 +204,8 @@ class Learner(Section):
     """Updates of one pass; must divide `algorithm.groups_per_step`."""
     tokens_per_microbatch: PositiveInt = 4096
     """Tokens of one forward and backward. Memory, never meaning."""
+    attention: Literal["sdpa", "flex"] = "sdpa"
+    """How blocks attend in the learner: `sdpa` with a dense mask, or `flex` with block masks, which needs a GPU (its backward has not been run on one yet)."""
     prefix_sharing: Literal["auto", "off"] = "auto"
     """Store a prompt once for its completions where the model allows it exactly."""
     head_chunk: PositiveInt = 1024

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from miles.errors import ConfigError
 from miles.types import Batch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Mask = Tensor | dict[str, Tensor] | None
@@ -64,6 +65,19 @@ class FlexAttention(Attention):
         windows = {FULL: None, SLIDING: self.window}
         chosen = {kind: _block_mask(batch, windows[kind]) for kind in self.kinds}
         return chosen if len(chosen) > 1 else chosen[self.kinds[0]]
+
+
+ATTENTIONS = {"sdpa": Attention, "flex": FlexAttention}
+"""By `learner.attention`."""
+
+
+def use_flex(model: PreTrainedModel, device: torch.device) -> None:
+    """Makes the model attend by `flex_attention`. Raises ConfigError on a CPU, where it has no backward."""
+    if device.type == "cpu":
+        raise ConfigError(
+            "learner.attention = 'flex', but the learner is on a CPU, where flex attention has no backward: set it to 'sdpa'"
+        )
+    model.set_attn_implementation("flex_attention")
 
 
 def _block_mask(batch: Batch, window: int | None) -> BlockMask:

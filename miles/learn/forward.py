@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from miles.learn.attention import Attention, rows_of
+from miles.learn.attention import ATTENTIONS, Attention, rows_of
 from miles.learn.logprobs import Head, token_logprobs
 from miles.types import Batch
 
@@ -31,7 +31,7 @@ class Compute:
     @classmethod
     def of(cls, recipe: Recipe, model: PreTrainedModel) -> Compute:
         return cls(
-            attention=Attention.of(model.config.get_text_config()),
+            attention=ATTENTIONS[recipe.learner.attention].of(model.config.get_text_config()),
             temperature=recipe.rollout.temperature,
             head_chunk=recipe.learner.head_chunk,
             dtype=torch.bfloat16 if recipe.learner.param_dtype == "bf16" else torch.float32,

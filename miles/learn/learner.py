@@ -14,6 +14,7 @@ from torch import Tensor
 from miles.algo.build import Objective, gather, gather_tokens
 from miles.errors import TrainingAborted
 from miles.learn.adapters import merged_weights, peft_tensors
+from miles.learn.attention import use_flex
 from miles.learn.blocks import Blocks, blocks_of
 from miles.learn.critic import whole_weights
 from miles.learn.forward import Compute
@@ -69,6 +70,8 @@ class Learner:
         self.compute = Compute.of(recipe, self.model)
         check_head(self.model)
         self.layout = self._layout()
+        if recipe.learner.attention == "flex":
+            use_flex(self.model, self.device)
         self.roles = build_roles(self.model, recipe, self.objective, self.compute)
         self._blocks = Blocks(self.roles.trunks, recipe.learner)
         if self.ranks.mesh is not None:

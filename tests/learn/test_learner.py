@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
-from miles.errors import CheckpointError, TrainingAborted
+from miles.errors import CheckpointError, ConfigError, TrainingAborted
 from miles.learn.learner import Learner
 from miles.learn.tiny import tiny_model
 
@@ -45,6 +45,11 @@ def off_policy(groups, **keys):
 
 def comparable(row):
     return {key: value for key, value in row.items() if key != "memory/peak_bytes"}
+
+
+def test_flex_attention_on_a_cpu_is_refused(groups):
+    with pytest.raises(ConfigError, match="learner.attention = 'flex', but the learner is on a CPU"):
+        learner(groups, learner__attention="flex")
 
 
 # --- laws ----------------------------------------------------------------------------------------------------------
