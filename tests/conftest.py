@@ -1,5 +1,109 @@
-"""For every test: threads that wait spin only briefly, or two test processes on two cores would take minutes for seconds."""
+"""For every test: threads that wait spin only briefly, or two test processes on two cores would take minutes for seconds.
+
+And real vLLM servers of tiny models, each started when the first test asks for it and kept for the session.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from miles.run.threads import spin_briefly
 
 spin_briefly()
+
+
+@dataclass
+class Served:
+    """A running server, the folder it reads weights from, and the model that it was started with."""
+
+    server: Any
+    folder: Path  # of the model
+    published: Path
+    model: Any
+
+    def give_start_weights(self, routes: Any, version: str) -> None:
+        """Serve the model's own weights as `version`, whatever a test before has loaded."""
+        from safetensors.torch import save_file
+
+        from miles.learn.critic import weights_of
+
+        if routes.version() == "default":
+            routes.prepare_weights()
+        file, weights = self.published / "start.safetensors", weights_of(self.model)
+        save_file(weights, file)
+        routes.load_weights(file, len(weights), file.stat().st_size, version)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter that has vLLM. Skips where there is none: `make setup-vllm`, which `make test` calls, makes it."""
+    from miles.engine.vllm_flags import find_python
+    from miles.engine.vllm_server import check_installed
+    from miles.errors import ConfigError
+
+    python = find_python(os.environ.get("MILES__ENGINE__PYTHON"))
+    try:
+        check_installed(python)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return python
+
+
+@pytest.fixture(scope="session")
+def serve_tiny(vllm_python: str, tmp_path_factory: Any) -> Iterator[Callable[..., Served]]:
+    """`serve_tiny(name, tied, adapters=None)`: a server of a tiny peaked Llama whose head size vLLM's CPU attention knows."""
+    from miles.engine.vllm_flags import ServerPlan
+    from miles.engine.vllm_server import VllmServer
+    from miles.learn.export import export
+    from miles.learn.tiny import tiny_model, tiny_tokenizer
+
+    running = []
+    with tempfile.TemporaryDirectory(prefix="miles-vllm-") as sockets:
+
+        def serve(name: str, tied: bool, adapters: Any = None) -> Served:
+            folder = tmp_path_factory.mktemp(name)
+            model = tiny_model("llama", tied, head_dim=32)
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter.data.mul_(4)
+            export(model, tiny_tokenizer(), folder / "model")
+            published = folder / "published"
+            published.mkdir()
+            plan = ServerPlan(
+                str(folder / "model"), None, "fp32", 64, None, 0.25, published, threads=1, adapters=adapters
+            )
+            server = VllmServer(plan, vllm_python, Path(sockets), folder / "vllm.log", name)
+            running.append(server)
+            server.start()
+            server.wait_ready(300)
+            return Served(server, folder / "model", published, model)
+
+        try:
+            yield serve
+        finally:
+            for server in running:
+                server.stop()
+
+
+@pytest.fixture(scope="session")
+def served_tied(serve_tiny: Callable[..., Served]) -> Served:
+    return serve_tiny("tied", True)
+
+
+@pytest.fixture(scope="session")
+def served_untied(serve_tiny: Callable[..., Served]) -> Served:
+    return serve_tiny("untied", False)
+
+
+@pytest.fixture(scope="session")
+def served_adapters(serve_tiny: Callable[..., Served]) -> Served:
+    from miles.engine.vllm_flags import AdapterSlots
+
+    return serve_tiny("adapters", True, AdapterSlots(rank=4, count=3))

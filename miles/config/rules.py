@@ -146,15 +146,52 @@ def _ranks(recipe: Recipe) -> Iterator[str]:
         )
 
 
+MOST_SERVED_RANK = 512
+"""Of LoRA adapters on vLLM."""
+
+
+def _servers(recipe: Recipe) -> Iterator[str]:
+    engine, publish = recipe.engine, recipe.publish
+    if engine.kind != "vllm":
+        if publish.kind in ("files", "adapter"):
+            yield (
+                f'publish.kind = "{publish.kind}" brings weights to servers, and engine.kind = "{engine.kind}" has none: leave '
+                'publish.kind out, or set engine.kind = "vllm".'
+            )
+        return
+    if publish.kind == "inprocess":
+        yield 'publish.kind = "inprocess" shares weights, which a server of engine.kind = "vllm" cannot: leave publish.kind out.'
+    if publish.kind == "adapter" and recipe.lora.rank is None:
+        yield 'publish.kind = "adapter" needs adapters: set lora.rank, or leave publish.kind out.'
+    if publish.kind == "files" and recipe.lora.rank is not None:
+        yield (
+            f'publish.kind = "files" would merge the adapter of lora.rank = {recipe.lora.rank} into the served weights, where '
+            "rounding loses most of it: leave publish.kind out, which publishes the adapter itself."
+        )
+    if recipe.lora.rank is not None and recipe.lora.rank > MOST_SERVED_RANK:
+        yield f"lora.rank = {recipe.lora.rank} is more than vLLM's largest slot of {MOST_SERVED_RANK}: lower it."
+    if engine.context is not None and engine.context <= recipe.rollout.max_new_tokens:
+        yield (
+            f"engine.context = {engine.context} leaves no room for a prompt beside rollout.max_new_tokens = "
+            f"{recipe.rollout.max_new_tokens}: raise engine.context, or leave it out for as many as the model reads."
+        )
+    if engine.urls and publish.directory is None:
+        yield "engine.urls needs publish.directory: the folder, shared with those servers, that new weights are written to."
+    for url in engine.urls:
+        if not url.startswith(("http://", "https://", "unix:/")):
+            yield f"engine.urls holds {url!r}: write http://host:port, https://host:port or unix:/path/of/socket."
+
+
 PROBLEM_RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
     _required, _length, _minibatches, _rewards, _overlong, _sampling, _remote_code, _evaluation, _rows,
-    _adapters, _ranks,
+    _adapters, _ranks, _servers,
 )  # fmt: skip
 
 
 def _unused(recipe: Recipe, given: Collection[str]) -> Iterator[tuple[str, str]]:
     yield from _unused_inputs(recipe, given)
     yield from _unused_training(recipe)
+    yield from _unused_engine(recipe)
     if not recipe.eval.rows:
         yield from ((f"eval.{name}", "eval.rows = 0 turns evaluation off") for name in ("every", "samples", "greedy"))
     if recipe.log.wandb == "off" and not recipe.log.trackio:
@@ -175,6 +212,21 @@ def _unused_inputs(recipe: Recipe, given: Collection[str]) -> Iterator[tuple[str
         yield "reward.truncated_value", f'reward.truncated is "{reward.truncated}"'
     if not reward.overlong:
         yield from ((f"reward.{name}", "reward.overlong is false") for name in ("overlong_factor", "overlong_buffer"))
+
+
+VLLM_KEYS = ("servers", "urls", "python", "dtype", "kv_cache_gib", "start_timeout_s", "stall_s")
+
+
+def _unused_engine(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    engine = recipe.engine
+    if engine.kind != "vllm":
+        yield from ((f"engine.{name}", f'engine.kind is "{engine.kind}"') for name in VLLM_KEYS)
+        yield from ((f"publish.{name}", f'engine.kind is "{engine.kind}"') for name in ("directory", "verify"))
+        return
+    yield "rollout.deterministic", "a vLLM server's bits depend on what else it computes"
+    if engine.urls:
+        started = ("servers", "python", "dtype", "kv_cache_gib")
+        yield from ((f"engine.{name}", "engine.urls names servers that run already") for name in started)
 
 
 def _unused_training(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -98,10 +98,26 @@ class Rollout(Section):
 
 
 class Engine(Section):
-    kind: Literal["inprocess"] = "inprocess"
-    """Where completions come from: `inprocess` samples with the learner's own weights."""
+    kind: Literal["inprocess", "vllm"] = "inprocess"
+    """Where completions come from: `inprocess` samples with the learner's own weights, `vllm` from vLLM servers."""
     max_batch: PositiveInt = 64
-    """Samples decoded at the same time, at most."""
+    """Samples decoded at the same time, at most; of each server where there are several."""
+    servers: PositiveInt = 1
+    """vLLM servers that the run starts on this machine."""
+    urls: tuple[str, ...] = ()
+    """Servers that run already, `http://host:port` or `unix:/path`, instead of starting any; they must read `publish.directory`."""
+    python: str | None = None
+    """Python that runs vLLM. None: `.venv-vllm` beside this environment (`make setup-vllm`) where there is one, else this Python."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type of the served weights. auto: `learner.param_dtype`."""
+    context: PositiveInt | None = None
+    """Tokens that prompt and completion may have together on a server. None: as many as the model reads."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Memory for keys and values of each server. None: 1 GiB on a CPU; on a GPU what vLLM finds free."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Seconds in which a server must be ready."""
+    stall_s: PositiveFloat = 12.0
+    """A server that has work and makes no token for this many seconds is hung."""
 
 
 class Buffer(Section):
@@ -241,8 +257,12 @@ class Parallel(Section):
 
 
 class Publish(Section):
-    kind: Literal["inprocess"] = "inprocess"
-    """How new weights reach the engine: `inprocess` shares them."""
+    kind: Literal["auto", "inprocess", "files", "adapter"] = "auto"
+    """How new weights reach the engine: shared (`inprocess`), as one file of all weights, or as a LoRA adapter's files. auto: what engine and `lora.rank` ask for."""
+    directory: str | None = None
+    """Folder that servers read new weights or adapters from; shared where they are on other machines. None: in memory."""
+    verify: bool = True
+    """Compare each server's log-probabilities with the learner's after each publish; one that differs does not serve."""
 
 
 class Run(Section):

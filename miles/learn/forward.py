@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +36,10 @@ class Compute:
             head_chunk=recipe.learner.head_chunk,
             dtype=torch.bfloat16 if recipe.learner.param_dtype == "bf16" else torch.float32,
         )
+
+    def at(self, temperature: float | None) -> Compute:
+        """The same at another temperature; None: as it is."""
+        return self if temperature is None else replace(self, temperature=temperature)
 
     def cast(self, device: torch.device) -> AbstractContextManager[object]:
         """bf16 copies of the float32 weights inside of it, where that is the dtype."""

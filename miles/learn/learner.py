@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from miles.algo.build import Objective, gather, gather_tokens
+from miles.config.schema import Reward
 from miles.errors import TrainingAborted
 from miles.learn.adapters import merged_weights, peft_tensors
 from miles.learn.attention import use_flex
@@ -29,7 +30,7 @@ from miles.learn.rows import Layout
 from miles.learn.shares import shares
 from miles.learn.spmd import Ranks
 from miles.learn.step import Step, build_step, minibatches
-from miles.types import Batch, Group, PolicyUpdate, Signal
+from miles.types import Batch, Group, PolicyUpdate, Sample, Segment, Signal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,6 +66,7 @@ class Learner:
         self.device = torch.device(device)
         self.ranks = Ranks.join(recipe.parallel, self.device) if ranks is None else ranks
         self.model = model.to(self.device, torch.float32).eval()
+        self.canary_ids: Sequence[int] | None = None  # scored at each version, for engines to be compared with
         self.objective = Objective.build(recipe) if objective is None else objective
         self.beta = self.objective.beta
         self.compute = Compute.of(recipe, self.model)
@@ -140,9 +142,20 @@ class Learner:
     def policy_update(self) -> PolicyUpdate:
         """The actor's weights at this version, under their Hugging Face names; merged in float32 where it is an adapter."""
         if self.recipe.lora.rank is None:
-            return PolicyUpdate(self.version, partial(whole_weights, self.model))
+            return PolicyUpdate(self.version, partial(whole_weights, self.model), self._canary())
         weights, adapter = partial(merged_weights, self.model, "actor"), partial(peft_tensors, self.model, "actor")
-        return PolicyUpdate(self.version, weights, adapter=adapter)
+        return PolicyUpdate(self.version, weights, self._canary(), adapter)
+
+    def _canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
+        """`canary_ids` and the log-probabilities, at temperature 1, of all of them but the first."""
+        if self.canary_ids is None:
+            return None
+        ids = tuple(self.canary_ids)
+        segment = Segment(ids, (False, *(True for _ in ids[1:])), (0.0,) * len(ids), (self.version,) * len(ids))
+        group = Group(0, 0, (Sample((segment,), "stop", "", reward=0.0),))
+        step = build_step([group], self.version, Reward(), len(ids))
+        scored = self._scored(step, lambda batch: self.roles.logprobs("actor", batch, False, temperature=1.0)[0])
+        return ids, scored.tolist()
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

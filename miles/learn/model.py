@@ -54,8 +54,10 @@ class Roles(Protocol):
         """The stacks of blocks that gradients go through."""
         ...
 
-    def logprobs(self, role: Role, batch: Batch, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
-        """[T] float32 of actor or ref, and [T] entropies; see `forward.policy_logprobs`."""
+    def logprobs(
+        self, role: Role, batch: Batch, with_entropy: bool = True, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T] float32 of actor or ref, and [T] entropies; see `forward.policy_logprobs`. temperature: None: of the sampling."""
         ...
 
     def values(self, role: Role, batch: Batch) -> Tensor:
@@ -125,8 +127,10 @@ class SeparateModels:
     def trunks(self) -> tuple[PreTrainedModel, ...]:
         return (self.actor.base_model, *(critic.trunk for critic in self.critics.values()))
 
-    def logprobs(self, role: Role, batch: Batch, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
-        return self.policies[role](batch, self._compute, with_entropy)
+    def logprobs(
+        self, role: Role, batch: Batch, with_entropy: bool = True, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.policies[role](batch, self._compute.at(temperature), with_entropy)
 
     def values(self, role: Role, batch: Batch) -> Tensor:
         return self.critics[role](batch, self._compute)

@@ -77,9 +77,11 @@ class AdapterRoles:
     def trunks(self) -> tuple[PreTrainedModel, ...]:
         return (self.actor.base_model, *([] if self._full_critic is None else [self._full_critic.trunk]))
 
-    def logprobs(self, role: Role, batch: Batch, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+    def logprobs(
+        self, role: Role, batch: Batch, with_entropy: bool = True, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         self._switch.adapter = role if role == "actor" or self._reference_moves else None
-        return self.root(batch, self._stored_type, None, with_entropy)
+        return self.root(batch, self._stored_type.at(temperature), None, with_entropy)
 
     def values(self, role: Role, batch: Batch) -> Tensor:
         if self._full_critic is not None:

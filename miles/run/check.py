@@ -34,15 +34,28 @@ def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
         *(["critic"] if resolved.row.has_critic else []),
         *(["reference"] if recipe.algorithm.beta else []),
     ]
-    yield "World map: 1 process, no server"
+    servers = _servers(recipe)
+    started = 0 if recipe.engine.urls else len(servers)
+    count = f"{len(servers)} vLLM server{'s' * (len(servers) > 1)}" if servers else "no server"
+    yield f"World map: {1 + started} process{'es' * (started > 0)}, {count}"
     yield f"  {'role':<12}{'process':<12}{'device':<12}what"
     for role in roles:
         yield f"  {role:<12}{'main':<12}{device:<12}{_what(role, resolved)}"
-    yield f"  {'engine':<12}{'main':<12}{device:<12}{recipe.engine.kind}, with the learner's own weights"
+    if not servers:
+        yield f"  {'engine':<12}{'main':<12}{device:<12}{recipe.engine.kind}, with the learner's own weights"
+    for name, place in servers:
+        yield f"  {'engine':<12}{name:<12}{place or device:<12}vllm, with a copy of the weights, renewed at each version"
     yield f"  {'collector':<12}{'main':<12}{'cpu':<12}{_source(resolved)}"
     yield f"  {'buffer':<12}{'main':<12}{'disk':<12}ledger.sqlite in the run directory"
     yield ""
     yield from _work(recipe)
+
+
+def _servers(recipe: Recipe) -> list[tuple[str, str]]:
+    """(process, place) of each vLLM server; the place is empty where it is this machine."""
+    if recipe.engine.kind != "vllm":
+        return []
+    return [("running", url) for url in recipe.engine.urls] or [(f"vllm-{i}", "") for i in range(recipe.engine.servers)]
 
 
 def _device(recipe: Recipe, gpus: int) -> str:

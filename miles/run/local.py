@@ -21,7 +21,6 @@ from miles.buffer.ledger import Ledger
 from miles.buffer.store import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.config.schema import Recipe
-from miles.engine.inprocess import InProcessEngine
 from miles.errors import ConfigError, EngineError, EpisodeError, NothingToTrain, RewardError, TrainingAborted
 from miles.learn.adapters import target_paths
 from miles.learn.export import check_target
@@ -33,11 +32,11 @@ from miles.observe.live import LiveView
 from miles.observe.recorder import Recorder
 from miles.observe.rows import METRICS_FILE, read_rows
 from miles.observe.sinks import open_sinks
-from miles.publish.inprocess import InProcessPublisher
 from miles.rollout.collect import Collector
 from miles.rollout.episode import Episodes
 from miles.rollout.evaluate import Evaluation, evaluation_metrics, run_evaluation
 from miles.run.coroutines import Coroutines
+from miles.run.engines import open_rollouts
 from miles.run.interrupts import Interrupted, Interrupts
 from miles.run.keeper import BEST, FINAL, RunKeeper
 from miles.run.logs import logs_to
@@ -90,7 +89,7 @@ class LocalLauncher:
 
     def _train(self, keeper: RunKeeper) -> int:
         try:
-            train(keeper.learner, keeper.buffer, self._publisher, keeper)
+            train(keeper.learner, keeper.buffer, self._rollouts.publisher, keeper)
         except Interrupted as interrupted:
             keeper.save_checkpoint()
             self.view.message(
@@ -113,13 +112,6 @@ class LocalLauncher:
         learner = Learner(model, recipe, device=device_of(recipe), total_steps=total_steps(recipe, len(inputs.train)))
         identity = self._identity(start)
         saved = restore(self.run_dir, learner, identity) if self.resume else -1
-        self._publisher = InProcessPublisher(learner.version)
-        engine = InProcessEngine(
-            model, inputs.tokenizer, version=lambda: self._publisher.version, end_token_ids=inputs.sampling.stop_token_ids,
-            max_batch=recipe.engine.max_batch, deterministic=recipe.rollout.deterministic,
-        )  # fmt: skip
-        self._engine, self._told_slow = engine, False
-        episodes = Episodes(inputs.environment, engine, inputs.rewards, inputs.sampling, inputs.renderer.text)
         stream = PromptStream(
             len(inputs.train),
             recipe.run.seed,
@@ -128,6 +120,11 @@ class LocalLauncher:
             recipe.data.epochs,
         )
         with ExitStack() as stack:
+            self._rollouts = stack.enter_context(open_rollouts(recipe, inputs, model, learner, self.run_dir))
+            self._told_slow = False
+            episodes = Episodes(
+                inputs.environment, self._rollouts.engine, inputs.rewards, inputs.sampling, inputs.renderer.text
+            )
             ledger = Ledger(self.run_dir, self._settings(model), stream, identity, resume=self.resume)
             stack.callback(ledger.close)
             loop = stack.enter_context(Coroutines(interrupts))
@@ -196,7 +193,7 @@ class LocalLauncher:
         return evaluation_metrics(evaluation, self.inputs.rewards.full), evaluation
 
     def _tell_slow(self) -> None:
-        reason = self._engine.slow_reason
+        reason = self._rollouts.slow_reason()
         if reason is not None and not self._told_slow:
             self._told_slow = True
             log.warning("%s is sampled from slowly, one prompt after another: %s", self.recipe.model.name, reason)

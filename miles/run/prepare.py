@@ -55,7 +55,7 @@ def prepare(
     task = None if rows is not None else find_task(recipe.data.source)
     data = load_rows(recipe.data, rows=rows, task=task, seed=recipe.run.seed)
     renderer = Renderer(tokenizer, recipe.data, system_prompt=task.system_prompt if task else None)
-    context, new_tokens = context_length(config), recipe.rollout.max_new_tokens
+    context, new_tokens = recipe.engine.context or context_length(config), recipe.rollout.max_new_tokens
     environment, scores = build_environment(recipe, renderer, task=task, context=context)
     split = split_held_out(
         recipe.eval,

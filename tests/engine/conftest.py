@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,6 +14,20 @@ import torch
 
 from miles.engine.inprocess import InProcessEngine
 from miles.learn.tiny import tiny_model, tiny_tokenizer
+
+
+def _load(name: str) -> ModuleType:
+    """A helper module beside this file: pytest imports no test folder as a package."""
+    spec = importlib.util.spec_from_file_location(f"miles_engine_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_load("contract")  # test modules of this folder find it in sys.modules
 
 
 @pytest.fixture
@@ -35,3 +53,9 @@ def engine_of() -> Callable[..., InProcessEngine]:
         return InProcessEngine(model, tiny_tokenizer(), **{"version": lambda: 3, "end_token_ids": (), **keys})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def fake_vllm() -> Any:
+    """The class of `fake_vllm.py` beside this file."""
+    return _load("fake_vllm").FakeVllm

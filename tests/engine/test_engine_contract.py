@@ -1,22 +1,15 @@
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miles.learn.tiny import CONTEXT, tiny_tokenizer
 
-_SPEC = importlib.util.spec_from_file_location("miles_engine_contract", Path(__file__).with_name("contract.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-contract = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = contract
-_SPEC.loader.exec_module(contract)
+contract = sys.modules["miles_engine_contract"]  # loaded by conftest.py
 
 
 class TestInProcessEngine(contract.EngineContract):

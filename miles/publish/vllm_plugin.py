@@ -1,0 +1,54 @@
+"""Our weight-transfer engine inside of a vLLM server: takes all weights of a model from one safetensors file.
+
+vLLM's processes call `register` through the entry point group `vllm.general_plugins`; nothing else imports this module, and
+it imports neither Miles nor, before vLLM asks for the engine, vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+BACKEND = "miles_file"
+ROOT_VARIABLE = "MILES_PUBLISH_ROOT"
+
+
+def register() -> None:
+    """Add the engine to vLLM's registry; its class is imported when a server uses it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "miles.publish.vllm_transfer", "FileTransferEngine")
+
+
+def checked_path(path: str, tensors: int, size: int, root: str | None) -> Path:
+    """The file, if it is the whole one that was announced, below the server's folder. Raises ValueError."""
+    from safetensors import safe_open
+
+    if not root:
+        raise ValueError(f"this server was started without {ROOT_VARIABLE}, so it takes no weights from files")
+    real = Path(path).resolve()
+    if not real.is_relative_to(Path(root).resolve()) or real.suffix != ".safetensors":
+        raise ValueError(f"{path} is no .safetensors file below {root}, the folder that this server takes weights from")
+    found = real.stat().st_size
+    if found != size:
+        raise ValueError(f"{path} has {found} bytes instead of {size}: it was cut short, or is still being written")
+    with safe_open(real, framework="pt") as file:
+        held = len(file.keys())
+    if held != tensors:
+        raise ValueError(f"{path} holds {held} tensors instead of {tensors}")
+    return real
+
+
+def tensors_of(path: Path) -> Iterator[tuple[str, object]]:
+    """(name, tensor) of a safetensors file, one after the other."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
+
+
+def root() -> str | None:
+    return os.environ.get(ROOT_VARIABLE)
