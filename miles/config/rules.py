@@ -214,7 +214,7 @@ def _unused_inputs(recipe: Recipe, given: Collection[str]) -> Iterator[tuple[str
         yield from ((f"reward.{name}", "reward.overlong is false") for name in ("overlong_factor", "overlong_buffer"))
 
 
-VLLM_KEYS = ("servers", "urls", "python", "dtype", "kv_cache_gib", "start_timeout_s", "stall_s")
+VLLM_KEYS = ("servers", "urls", "python", "param_dtype", "kv_cache_gib", "start_timeout_s", "stall_s")
 
 
 def _unused_engine(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -225,7 +225,7 @@ def _unused_engine(recipe: Recipe) -> Iterator[tuple[str, str]]:
         return
     yield "rollout.deterministic", "a vLLM server's bits depend on what else it computes"
     if engine.urls:
-        started = ("servers", "python", "dtype", "kv_cache_gib")
+        started = ("servers", "python", "param_dtype", "kv_cache_gib")
         yield from ((f"engine.{name}", "engine.urls names servers that run already") for name in started)
 
 

@@ -108,7 +108,7 @@ class Engine(Section):
     """Servers that run already, `http://host:port` or `unix:/path`, instead of starting any; they must read `publish.directory`."""
     python: str | None = None
     """Python that runs vLLM. None: `.venv-vllm` beside this environment (`make setup-vllm`) where there is one, else this Python."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the served weights. auto: `learner.param_dtype`."""
     context: PositiveInt | None = None
     """Tokens that prompt and completion may have together on a server. None: as many as the model reads."""

@@ -27,6 +27,7 @@ from miles.engine.vllm_routes import (
 from miles.errors import EngineError, ServerFault
 from miles.types import Completion, Sampling
 
+LOOKS = 6  # at a server's count of tokens, before it is said to hang
 ATTEMPTS = 4  # tries of one sample before its call fails
 
 
@@ -206,16 +207,15 @@ class _Link:
 
     async def _watch_progress(self) -> None:
         """Ends when the server has made no token for `stall_s` seconds while requests were under way."""
-        pause = self._stall_s / 6
-        loop = asyncio.get_running_loop()
+        pause = self._stall_s / LOOKS
         seen: tuple[float, int] | None = None
-        moved = loop.time()
-        while loop.time() - moved < self._stall_s:
+        quiet = 0  # looks in a row without progress; not seconds, which pass for a machine that sleeps too
+        while quiet < LOOKS:
             await asyncio.sleep(pause)
             progress = await self._progress(pause)
             now = (progress.tokens if progress else (seen[0] if seen else -1.0), self._answers)
-            if now != seen or not self._requests:
-                seen, moved = now, loop.time()
+            quiet = quiet + 1 if now == seen and self._requests else 0
+            seen = now
             if progress is not None:
                 self._server.adapt(progress)
 

@@ -86,8 +86,8 @@ def canary_ids(inputs: Inputs) -> list[int]:
 
 
 def serving_dtype(recipe: Recipe) -> str:
-    """fp32 or bf16: what `engine.dtype = "auto"` stands for."""
-    return recipe.learner.param_dtype if recipe.engine.dtype == "auto" else recipe.engine.dtype
+    """fp32 or bf16: what `engine.param_dtype = "auto"` stands for."""
+    return recipe.learner.param_dtype if recipe.engine.param_dtype == "auto" else recipe.engine.param_dtype
 
 
 def _own_servers(recipe: Recipe, inputs: Inputs, run_dir: Path, root: Path, stack: ExitStack) -> list[VllmServer]:

@@ -43,10 +43,10 @@ async def test_servers_that_are_held_or_older_get_nothing() -> None:
     held, other = fleet.servers
     fleet.hold(held, "it differs")
     assert {(await fleet.acquire([i], 4))[0] for i in range(4)} == {other}
-    with pytest.raises(EngineError, match="5 or newer .* are 4"):
+    with pytest.raises(EngineError, match=r"5 or newer .* are 4"):
         await fleet.acquire([1], 5)
     fleet.hold(other, "it hangs")
-    with pytest.raises(EngineError, match="no server is left .* server 0: it differs; server 1: it hangs"):
+    with pytest.raises(EngineError, match=r"no server is left .* server 0: it differs; server 1: it hangs"):
         await fleet.acquire([1], 0)
 
 

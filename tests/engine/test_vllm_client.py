@@ -146,7 +146,7 @@ async def test_a_completion_that_went_past_its_stop_string_is_an_error(pair: Any
     both = pair()
     (free,) = await both.engine.generate(PROMPT, 1, Sampling(8), [1])
     stop = tiny_tokenizer().decode(free.token_ids[2:4])
-    longer = dict(token_ids=list(free.token_ids), finish_reason="length")
+    longer = {"token_ids": list(free.token_ids), "finish_reason": "length"}
 
     def spoil(content: dict[str, Any]) -> None:
         choice = content["choices"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -30,7 +31,7 @@ def plan(tmp_path: Path, **keys: object) -> ServerPlan:
 def test_the_command_line_names_every_flag_that_is_relied_on(tmp_path: Path) -> None:
     line = command(plan(tmp_path), "/py", Path("/s.sock"))
     assert line[:3] == ["/py", "-m", "vllm.entrypoints.openai.api_server"]
-    options = dict(zip(line[3::1], line[4::1], strict=False))
+    options = dict(itertools.pairwise(line))
     assert options["--logprobs-mode"] == "processed_logprobs"
     assert options["--generation-config"] == "vllm"
     assert options["--uds"] == "/s.sock"
@@ -43,7 +44,7 @@ def test_the_command_line_names_every_flag_that_is_relied_on(tmp_path: Path) -> 
 
 def test_adapters_get_the_next_slot_size_and_no_weight_transfer(tmp_path: Path) -> None:
     line = command(plan(tmp_path, adapters=AdapterSlots(17, 3), cpu=False), "/py", Path("/s.sock"))
-    options = dict(zip(line, line[1:], strict=False))
+    options = dict(itertools.pairwise(line))
     assert (options["--max-lora-rank"], options["--max-loras"]) == ("32", "3")
     assert options["--max-cudagraph-capture-size"] == "32"
     assert "--weight-transfer-config" not in line

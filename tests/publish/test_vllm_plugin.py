@@ -42,7 +42,7 @@ def test_files_from_elsewhere_are_refused(file: Path, tmp_path: Path) -> None:
     link = file.with_name("link.safetensors")
     link.symlink_to(outside)
     for path in (outside, link, file.parent / ".." / "x.safetensors", Path("/etc/passwd")):
-        with pytest.raises(ValueError, match="no .safetensors file below"):
+        with pytest.raises(ValueError, match=r"no \.safetensors file below"):
             vllm_plugin.checked_path(str(path), 2, size, str(file.parent))
     with pytest.raises(ValueError, match=vllm_plugin.ROOT_VARIABLE):
         vllm_plugin.checked_path(str(file), 2, size, None)
