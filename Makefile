@@ -19,7 +19,7 @@ QUICKSTART := runs/quickstart
 TRL := benchmarks/vs_trl
 COVERED := algo buffer config learn engine rollout
 
-.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine bench-learner accept clean
+.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine bench-learner gpu-check accept clean
 
 help:
 	@echo "make demo          train a real model on this machine's CPU, in minutes (writes $(QUICKSTART))"
@@ -28,6 +28,7 @@ help:
 	@echo "make check         linters, layers and types alone"
 	@echo "make docs          write docs/recipe.md anew from the schema"
 	@echo "make bench         every benchmark (bench-trl, bench-engine, bench-learner: one)"
+	@echo "make gpu-check     the learner on one GPU beside the CPU: numbers, speed, memory (writes gpu_check.json)"
 	@echo "make accept        one script for each promised line (accept-1: those of part 1)"
 	@echo "make setup         the virtual environment alone"
 	@echo "make setup-vllm    vLLM for CPUs, in a virtual environment of its own ($(VLLM))"
@@ -112,6 +113,9 @@ bench-learner: setup
 
 bench-engine: setup
 	$(RUN)/python benchmarks/engine/compare.py smollm2-135m-instruct-q4
+
+gpu-check: setup
+	PYTHON=$(RUN)/python scripts/gpu_check.sh
 
 accept: setup-dev
 	$(RUN)/python scripts/accept/all.py
