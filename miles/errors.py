@@ -73,6 +73,28 @@ class LeaseLost(ExperienceError):
     """The lease expired or belongs to someone else; the group must not be counted twice."""
 
 
+class GroupRefused(ExperienceError):
+    """A group, or bytes that claim to be one, cannot be trained on; `reason` is one word for it."""
+
+    def __init__(self, message: str, reason: str = "malformed") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class LearnerFenced(ExperienceError):
+    """Another learner has taken the run over; this one must end without writing anything more."""
+
+
+class DiskFull(ExperienceError):
+    """There is no room for what was to be stored. Nothing acknowledged is lost, and it may be tried again."""
+
+
+class PoisonedData(MilesError):
+    """Too many groups were refused as unfit to train on; the message holds the table of reasons."""
+
+    exit_code = 3
+
+
 class NothingToTrain(MilesError):
     """Every group of a step was dropped; the message holds the table of rewards."""
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from miles.buffer.ledger import Ledger
-from miles.buffer.store import LedgerSettings
+from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.buffer.wire import encode_group
 from miles.types import Group, Sample, Segment

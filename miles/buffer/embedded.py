@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from miles.buffer.ledger import Ledger
-from miles.errors import ExperienceError
+from miles.buffer.rewinding import RewindMode
+from miles.buffer.snapshot import write_file
+from miles.errors import DiskFull, ExperienceError
 from miles.types import FinishedGroup, Group, Lease
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+DISK_RETRY_S = 1.0
 
 
 class EmbeddedBuffer:
@@ -29,8 +38,11 @@ class EmbeddedBuffer:
         ledger.release_all()
 
     async def lease(self, n: int, worker: str, ttl: float) -> list[Lease]:
-        """Up to n ordinals; fewer or none while credit is used up, at the drop limit, or after the stream's end."""
-        return self.ledger.lease(n, worker, ttl)
+        """Up to n ordinals; fewer or none while credit is used up, at the drop limit, or after the stream's end.
+
+        While the disk is full, this and `put` and `drop` wait until there is space again.
+        """
+        return await self._once_there_is_space(lambda: self.ledger.lease(n, worker, ttl))
 
     async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """The leases that are still held, with a new expiry."""
@@ -38,15 +50,26 @@ class EmbeddedBuffer:
 
     async def put(self, lease: Lease, group: Group) -> None:
         """Store a finished group, durably. Raises LeaseLost and GroupRefused."""
-        self.ledger.put(lease, group)
+        await self._once_there_is_space(lambda: self.ledger.put(lease, group))
 
     async def drop(self, lease: Lease, reason: str, group: Group | None = None) -> None:
         """Give up on an ordinal for good. `reason`: a name, or `name: what happened`."""
-        self.ledger.drop(lease, reason, group)
+        await self._once_there_is_space(lambda: self.ledger.drop(lease, reason, group))
 
     async def release(self, lease: Lease) -> None:
         """Give an ordinal back, to be leased again."""
         self.ledger.release(lease)
+
+    async def _once_there_is_space(self, call: Callable[[], T]) -> T:
+        told = False
+        while True:
+            try:
+                return call()
+            except DiskFull as full:
+                if not told:
+                    log.warning("collecting pauses: %s", full)
+                told = True
+                await asyncio.sleep(DISK_RETRY_S)
 
     def take(self, version: int) -> list[Group]:
         """The groups of the step's manifest, collected first where it does not exist.
@@ -84,17 +107,29 @@ class EmbeddedBuffer:
         """Summaries of every group that finished for this step, in ordinal order, dropped ones too."""
         return self.ledger.finished(version)
 
+    def group(self, ordinal: int) -> Group:
+        """One finished group; of a dropped one where its samples were kept. Raises ExperienceError."""
+        return self.ledger.group(ordinal)
+
+    def short(self, version: int) -> str | None:
+        """Why the manifest of `version` holds fewer groups than a step asks for; None where it is full."""
+        return self.ledger.short(version)
+
     def advance(self, version: int) -> None:
         """The learner holds `version` now."""
         self.ledger.advance(version)
 
     def commit(self, version: int, checkpoint: Path) -> None:
-        """`checkpoint` at `version` is the oldest one kept. The embedded buffer keeps everything all the same."""
+        """`checkpoint` at `version` is the oldest one kept. With `buffer.keep` = "checkpoints" groups below it are deleted."""
         self.ledger.commit(version, checkpoint)
 
-    def rewind(self, version: int) -> None:
-        """The learner starts again from `version` and will take the stored manifests from there."""
-        self.ledger.rewind(version)
+    def rewind(self, version: int, mode: RewindMode = "replay") -> None:
+        """The learner starts again from `version` and will take the stored manifests from there, or sample them again."""
+        self.ledger.rewind(version, mode)
+
+    def save_snapshot(self, path: Path) -> None:
+        """Write the ledger without its groups to a file: a checkpoint's part of the buffer. Raises OSError."""
+        write_file(self.ledger.snapshot(), path)
 
     def close(self) -> None:
         self.ledger.close()

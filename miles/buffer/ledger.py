@@ -1,50 +1,53 @@
-"""The experience ledger: a durable store of prompts, leases, groups and manifests in the run directory.
+"""The experience ledger: a durable store of prompts, leases, groups and manifests.
 
-It knows nothing of engines, models or networks, and every call is synchronous and durable when it returns. The embedded
-buffer puts the sink and source protocols around it.
+It knows nothing of engines, models or networks, and every call is synchronous and durable when it returns. Any number of
+threads may call it. The embedded buffer puts the sink and source protocols around it, the service HTTP.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from miles.buffer import reading
+from miles.buffer import reading, snapshot
+from miles.buffer.backend import Backend, Where, open_backend, open_readonly
+from miles.buffer.callers import Call
 from miles.buffer.leases import Leases, checked_name
 from miles.buffer.manifests import Manifests
-from miles.buffer.place import RunLock, refuse_network_file_system
-from miles.buffer.schema import LEDGER_NAME, SEGMENTS_NAME, connect, connect_readonly
-from miles.buffer.segments import Segments, fsync_folder
-from miles.buffer.store import LedgerSettings, Store
+from miles.buffer.record import Record, record_of
+from miles.buffer.rewinding import Rewinding, RewindMode
+from miles.buffer.settings import LedgerSettings
+from miles.buffer.store import Store
 from miles.buffer.stream import PromptStream
-from miles.buffer.wire import encode_group
-from miles.errors import ExperienceError, RunDirError
+from miles.buffer.wire import digest_of, encode_group
+from miles.errors import ExperienceError, GroupRefused, RunDirError
 from miles.types import FinishedGroup, Group, Lease
 
 DEFAULT_RUN = "local"
+CONFLICT = "conflict"
+_setup_decoder = msgspec.json.Decoder(tuple[LedgerSettings, dict[str, Any]])
 
 
 class LedgerReader:
     """Reads a ledger, also one that another process is writing, or that of a dead run."""
 
-    def __init__(self, run_dir: Path, run: str = DEFAULT_RUN) -> None:
+    def __init__(self, run_dir: Path, run: str = DEFAULT_RUN, where: Where = Where()) -> None:  # noqa: B008
         """Raises RunDirError where the directory holds no ledger, or none of this run; ExperienceError where it is damaged."""
-        path = Path(run_dir) / LEDGER_NAME
-        store = Store(_opened(connect_readonly, path), path, Segments(path.parent / SEGMENTS_NAME), run)
-        self._store = store
+        self._backend = open_readonly(Path(run_dir), where)
+        self._store = Store(self._backend.db, self._backend.payloads, run)
         try:
-            with store.reading():
-                found = store.one("SELECT id FROM run WHERE id = ?") is not None
+            with self._store.reading():
+                found = self._store.one("SELECT id FROM run WHERE id = ?") is not None
             if not found:
-                raise RunDirError(f"{path} holds no run named {run!r}")
+                raise RunDirError(f"{self._store.name} holds no run named {run!r}")
         except BaseException:
-            store.db.close()
+            self._backend.close()
             raise
 
     def identity(self) -> dict[str, Any]:
@@ -55,7 +58,7 @@ class LedgerReader:
     def short(self, version: int) -> str | None:
         """Why the manifest of `version` holds fewer groups than a step asks for; None where it is full, or not made yet."""
         with self._store.reading():
-            row = self._store.one("SELECT short FROM step WHERE run = ? AND step = ?", version)
+            row = reading.step_row(self._store, version)
             return None if row is None else row["short"]
 
     def manifest(self, version: int) -> list[int]:
@@ -68,7 +71,7 @@ class LedgerReader:
         with self._store.reading():
             ordinals = reading.manifest(self._store, version)
             if not ordinals:
-                raise ExperienceError(f"the ledger {self._store.path} has no manifest for version {version}")
+                raise ExperienceError(f"the ledger {self._store.name} has no manifest for version {version}")
             return [self._store.group(ordinal) for ordinal in ordinals]
 
     def group(self, ordinal: int) -> Group:
@@ -91,18 +94,27 @@ class LedgerReader:
         with self._store.reading():
             return reading.events(self._store)
 
+    def gauges(self) -> dict[str, int]:
+        """Numbers for monitoring, which cost the same however long the run is."""
+        with self._store.reading():
+            return reading.gauges(self._store)
+
+    def snapshot(self) -> Iterator[bytes]:
+        """The ledger without its groups, piece by piece: what a checkpoint keeps of it."""
+        with self._store.reading():
+            yield from snapshot.chunks(self._store)
+
     def verify(self) -> int:
-        """Check the chain of manifests and the bytes of every group in it; the number of steps. Raises ExperienceError."""
+        """Check the chain of manifests and the bytes of every group kept; the number of steps. Raises ExperienceError."""
         with self._store.reading():
             steps = reading.verify(self._store)
-            for step in range(steps):
+            for step in range(self._store.state().kept_from, steps):
                 for ordinal in reading.manifest(self._store, step):
                     self._store.group(ordinal)
             return steps
 
     def close(self) -> None:
-        self._store.db.close()
-        self._store.segments.close()
+        self._backend.close()
 
 
 class Ledger(LedgerReader):
@@ -117,6 +129,7 @@ class Ledger(LedgerReader):
         *,
         resume: bool = False,
         run: str = DEFAULT_RUN,
+        where: Where = Where(),  # noqa: B008
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the ledger of `run_dir`, or make it.
@@ -128,51 +141,78 @@ class Ledger(LedgerReader):
         no place for a ledger; ExperienceError where the disk fails.
         """
         checked_name(run, "the run's name")
-        folder = Path(run_dir)
-        refuse_network_file_system(folder)
-        path = folder / LEDGER_NAME
-        self._lock = RunLock(folder)
+        self._open(open_backend(Path(run_dir), where), run, settings, stream, clock)
         try:
-            store = Store(_opened(_connect, path), path, Segments(folder / SEGMENTS_NAME, settings.segment_bytes), run)
-        except BaseException:
-            self._lock.release()
-            raise
-        self._store = store
-        self.settings = settings
-        self.stream = stream
-        self._leases = Leases(store, settings, stream, clock)
-        self._manifests = Manifests(self._leases, clock)
-        try:
-            self._claim(_identity(settings, stream, identity), resume, clock())
+            self._claim(_identity(settings, stream, identity), resume, Path(run_dir))
         except BaseException:
             self.close()
             raise
 
-    def _claim(self, identity: dict[str, Any], resume: bool, now: float) -> None:
+    @classmethod
+    def stored(cls, run_dir: Path, run: str, where: Where, clock: Callable[[], float] = time.time) -> Ledger:
+        """Open a ledger as it was made, for a server that starts again. Raises RunDirError where there is none."""
+        checked_name(run, "the run's name")
+        self = cls.__new__(cls)
+        backend = open_backend(Path(run_dir), where)
+        try:
+            row = Store(backend.db, backend.payloads, run).one("SELECT setup FROM run WHERE id = ?")
+            if row is None:
+                raise RunDirError(f"{backend.db.name} holds no run named {run!r}")
+            settings, stream = _setup_decoder.decode(row["setup"])
+            self._open(backend, run, settings, PromptStream(**stream), clock)
+        except BaseException:
+            backend.close()
+            raise
+        return self
+
+    def _open(
+        self, backend: Backend, run: str, settings: LedgerSettings, stream: PromptStream, clock: Callable[[], float]
+    ) -> None:
+        self._backend = backend
+        self._store = Store(backend.db, backend.payloads, run)
+        self.settings = settings
+        self.stream = stream
+        self._clock = clock
+        self._leases = Leases(self._store, settings, stream, clock)
+        self._manifests = Manifests(self._leases, clock)
+        self._rewinding = Rewinding(self._leases, clock)
+
+    def _claim(self, identity: dict[str, Any], resume: bool, folder: Path) -> None:
         """Write the run's row, or compare with the one that is there."""
         text = msgspec.json.encode(identity, order="deterministic").decode()
-        store, settings = self._store, self.settings
-        with store.transaction():
-            row = store.one("SELECT identity FROM run WHERE id = ?")
-            if row is None:
-                config_hash = hashlib.sha256(text.encode()).hexdigest()
-                store.db.execute(
-                    "INSERT INTO run VALUES (?, ?, ?, ?, ?, 0, 0, 0, 0, ?)",
-                    (store.run, config_hash, text, settings.max_staleness, settings.groups_per_step, now),
-                )
-                store.event(now, "created", {})
-                return
-        folder = store.path.parent
+        there = self._store.write(lambda: self._claimed(text))
+        if there is None:
+            return
         if not resume:
             raise RunDirError(
                 f"{folder} already holds a run: continue it with --resume, or choose another directory with --run"
             )
-        if row["identity"] != text:
+        if there != text:
             raise RunDirError(
-                f"{folder} holds another run: {_difference(msgspec.json.decode(row['identity']), msgspec.json.decode(text))}. "
+                f"{folder} holds another run: {_difference(msgspec.json.decode(there), msgspec.json.decode(text))}. "
                 f"Continue it with the recipe in {folder / 'config.toml'} and the same data, or choose another directory with "
                 "--run"
             )
+        self._store.write(lambda: self._store.set(setup=self._setup()))
+
+    def _claimed(self, identity: str) -> str | None:
+        """The identity of the run that is there, or None where this one has been written now."""
+        row = self._store.one("SELECT identity FROM run WHERE id = ?")
+        if row is not None:
+            return row["identity"]
+        config_hash = hashlib.sha256(identity.encode()).hexdigest()
+        self._store.db.execute(
+            "INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, 0, NULL, 0, 0, NULL, ?)",
+            (
+                self._store.run, config_hash, identity, self._setup(), self.settings.max_staleness,
+                self.settings.groups_per_step, self._clock(),
+            ),
+        )  # fmt: skip
+        self._store.event(self._clock(), "created", {})
+        return None
+
+    def _setup(self) -> str:
+        return msgspec.json.encode([asdict(self.settings), self.stream.arguments()]).decode()
 
     # --- collectors ---
 
@@ -186,98 +226,147 @@ class Ledger(LedgerReader):
         with self._store.reading():
             return self._leases.progress()
 
-    def lease(self, n: int, worker: str, ttl: float) -> list[Lease]:
-        """Up to n ordinals for `ttl` seconds; none while credit is used up, at the drop limit, or after the stream's end."""
-        with self._store.transaction():
-            return self._leases.lease(n, worker, ttl)
+    def lease(self, n: int, worker: str, ttl: float, call: Call | None = None) -> list[Lease]:
+        """Up to n ordinals for `ttl` seconds; none while credit is used up, at the drop limit, or after the stream's end.
+
+        A `call` that is made again gets the leases of the first time. Raises DiskFull while the disk is below its floor.
+        """
+        return self._store.write(lambda: self._leases.lease(n, worker, ttl, call))
 
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """The leases that are still held, each with a new expiry."""
-        with self._store.transaction():
-            return self._leases.renew(leases)
+        return self._store.write(lambda: self._leases.renew(leases))
 
     def put(self, lease: Lease, group: Group) -> bool:
-        """Store a finished group; False where the same group was stored before. Raises LeaseLost and GroupRefused."""
-        return self.put_many([(lease, group)])[0]
+        """Store a finished group; False where the same group was stored before.
 
-    def put_many(self, items: Sequence[tuple[Lease, Group]]) -> list[bool]:
-        """Store several groups with one sync of the disk: all of them, or none and an error. Otherwise as `put`."""
-        frames = [encode_group(group, self.settings.vocabulary) for _, group in items]
-        with self._store.transaction():
-            new = [self._leases.put(lease, group, frame) for (lease, group), frame in zip(items, frames, strict=True)]
-            self._store.segments.sync()
-            return new
+        Raises LeaseLost, DiskFull, and GroupRefused for a group that cannot be trained on; that is noted in the quarantine.
+        """
+        try:
+            frame = encode_group(group, self.settings.vocabulary)
+        except GroupRefused as refused:
+            self.quarantine(lease, refused, repr(group).encode())
+            raise
+        return self.put_record(lease, record_of(group, frame))
+
+    def put_record(self, lease: Lease, record: Record) -> bool:
+        """As `put`, of a group that was checked and encoded already."""
+        try:
+            return self._store.write(lambda: self._leases.put(lease, record))
+        except GroupRefused as refused:
+            if refused.reason != CONFLICT:
+                self.quarantine(lease, refused, record.payload or b"", record.digest)
+            raise
+
+    def quarantine(self, lease: Lease, refused: GroupRefused, content: bytes, digest: str | None = None) -> None:
+        """Note that a holder of a lease brought something that cannot be trained on."""
+        digest = digest_of(content) if digest is None else digest
+        self._store.write(lambda: self._leases.quarantine(lease, refused, digest, content))
 
     def drop(self, lease: Lease, reason: str, group: Group | None = None) -> None:
         """Give up on an ordinal for good. `reason`: a name, or `name: what happened`. Raises LeaseLost and GroupRefused."""
-        frame = None if group is None else encode_group(group, self.settings.vocabulary)
-        with self._store.transaction():
-            self._leases.drop(lease, reason, group, frame)
-            self._store.segments.sync()
+        record = None if group is None else record_of(group, encode_group(group, self.settings.vocabulary))
+        self.drop_record(lease, reason, record)
+
+    def drop_record(self, lease: Lease, reason: str, record: Record | None) -> None:
+        """As `drop`, of a group that was checked and encoded already."""
+        self._store.write(lambda: self._leases.drop(lease, reason, record))
 
     def release(self, lease: Lease) -> None:
         """Give an ordinal back, to be leased again; the try does not count. Raises LeaseLost."""
-        with self._store.transaction():
-            self._leases.release(lease)
+        self._store.write(lambda: self._leases.release(lease))
 
     def release_all(self) -> int:
         """Give back every lease, where it is known that nobody holds one any more; the number of them."""
-        with self._store.transaction():
-            return self._leases.release_all()
+        return self._store.write(self._leases.release_all)
 
-    # --- learner ---
+    # --- learner: `session` names it where several may call; None is the process that has the ledger open ---
 
-    def create(self, version: int) -> list[int]:
+    def create(self, version: int, session: str | None = None) -> list[int]:
         """The ordinals of the manifest of `version`, made now if it can be; empty while an earlier ordinal is still open.
 
-        Raises ExperienceError for a version whose turn it is not, BufferClosed after the stream's end, and NothingToTrain.
+        Raises ExperienceError for a version whose turn it is not, BufferClosed after the stream's end, NothingToTrain and
+        PoisonedData; LearnerFenced where another learner holds the run.
         """
-        with self._store.transaction():
-            self._manifests.check_version(version)
-            ordinals = reading.manifest(self._store, version) or self._manifests.create(version)
+        ordinals = self._store.write(lambda: self._create(version, session))
         if not ordinals:
             with self._store.reading():
                 self._manifests.raise_if_over()
         return ordinals
+
+    def _create(self, version: int, session: str | None) -> list[int]:
+        self._leases.callers.check_learner(session)
+        self._manifests.check_version(version)
+        return reading.manifest(self._store, version) or self._manifests.create(version)
 
     def check_version(self, version: int) -> None:
         """Raises ExperienceError where `version` is neither stored nor the one to be made next."""
         with self._store.reading():
             self._manifests.check_version(version)
 
-    def advance(self, version: int) -> None:
+    def advance(self, version: int, session: str | None = None) -> None:
         """The learner holds `version`: the groups of the manifest before it are trained and their credit is free."""
-        with self._store.transaction():
+
+        def work() -> None:
+            self._leases.callers.check_learner(session)
             self._manifests.advance(version)
 
-    def commit(self, version: int, checkpoint: Path) -> None:
-        """`checkpoint` at `version` is the oldest one kept. Nothing is deleted: the whole run stays replayable."""
-        with self._store.transaction():
-            self._manifests.commit(version, checkpoint)
+        self._store.write(work)
 
-    def rewind(self, version: int) -> None:
-        """The learner starts again from `version`, and takes stored manifests until it stands where it stood before."""
-        with self._store.transaction():
-            self._manifests.rewind(version)
+    def commit(self, version: int, checkpoint: str | Path, session: str | None = None) -> None:
+        """`checkpoint` at `version` is the oldest one kept. With `buffer.keep` = "checkpoints" groups below it are deleted."""
 
-    def close(self) -> None:
-        super().close()
-        self._lock.release()
+        def work() -> None:
+            self._leases.callers.check_learner(session)
+            self._rewinding.commit(version, Path(checkpoint).name)
+
+        self._store.write(work)
+        if self.settings.keep == "checkpoints":
+            self._store.write(self._rewinding.tidy)
+
+    def rewind(self, version: int, mode: RewindMode = "replay", call: Call | None = None) -> None:
+        """The learner starts again from `version`; see `Rewinding.rewind` for the modes.
+
+        The session of `call` holds the run from then on, and whoever held it before is fenced off.
+        """
+
+        def work() -> None:
+            if call is None or self._leases.callers.take_over(call):
+                self._rewinding.rewind(version, mode)
+
+        self._store.write(work)
+
+    def end(self, reason: str, session: str | None = None) -> None:
+        """Nothing more is leased, until a rewind; `reason` is what collectors are told."""
+
+        def work() -> None:
+            self._leases.callers.check_learner(session)
+            self._rewinding.end(reason)
+
+        self._store.write(work)
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    db = connect(path)
-    fsync_folder(path.parent)
-    return db
+def restore(run_dir: Path, source: Path | bytes, run: str = DEFAULT_RUN, where: Where = Where()) -> None:  # noqa: B008
+    """Make a lost ledger again from the snapshot of a checkpoint, which the learner then rewinds to with "resample".
 
+    Raises RunDirError where there is a run already, ExperienceError where the snapshot was altered.
+    """
+    checked_name(run, "the run's name")
+    backend = open_backend(Path(run_dir), where)
+    store = Store(backend.db, backend.payloads, run)
 
-def _opened(connect: Callable[[Path], sqlite3.Connection], path: Path) -> sqlite3.Connection:
+    def work() -> None:
+        if store.one("SELECT id FROM run WHERE id = ?") is not None:
+            raise RunDirError(f"{store.name} holds the run {run!r} already: a snapshot is for a ledger that was lost")
+        with snapshot.as_file(source) as file:
+            snapshot.load(store, file)
+        store.set(kept_from=store.state().next_step)
+        store.event(time.time(), "restored", {"weight_version": store.state().weight_version})
+
     try:
-        return connect(path)
-    except (sqlite3.Error, OSError) as error:
-        raise ExperienceError(
-            f"the ledger {path} could not be opened ({error}): free space on the disk, or put a copy back that is whole, then start again"
-        ) from error
+        store.write(work)
+    finally:
+        backend.close()
 
 
 def _identity(settings: LedgerSettings, stream: PromptStream, identity: Mapping[str, Any]) -> dict[str, Any]:

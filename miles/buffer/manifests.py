@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from miles.buffer import reading
 from miles.buffer.leases import REPEATED, Leases
 from miles.buffer.store import decode_summary, encode_summary
-from miles.errors import BufferClosed, ExperienceError, NothingToTrain
+from miles.errors import BufferClosed, ExperienceError, NothingToTrain, PoisonedData
 from miles.types import FinishedGroup
 
 AT_DROP_LIMIT = "max_dropped"
@@ -48,7 +47,9 @@ class Manifests:
         return ordinals
 
     def raise_if_over(self) -> None:
-        """Raises BufferClosed or NothingToTrain where no more collecting can fill the next manifest."""
+        """Raises BufferClosed, NothingToTrain or PoisonedData where no more collecting can fill the next manifest."""
+        if self._leases.is_poisoned():
+            raise PoisonedData(self._poisoned_message())
         if self._leases.open_prompts():
             if self._drained_at_limit() and not self._count("done"):
                 raise NothingToTrain(self._nothing_message())
@@ -75,24 +76,10 @@ class Manifests:
                 f"{state.next_step - 1} are taken; the next version can only be {state.weight_version + 1}, after its manifest"
             )
         self._store.db.execute(
-            "UPDATE prompt SET state = 'trained' WHERE run = ? AND ordinal IN "
-            "(SELECT ordinal FROM manifest WHERE run = ? AND step = ?)",
-            (self._store.run, self._store.run, version - 1),
+            "UPDATE prompt SET state = 'trained' WHERE run = ? AND state = 'placed' AND step = ?",
+            (self._store.run, version - 1),
         )
-        self._store.db.execute("UPDATE run SET weight_version = ? WHERE id = ?", (version, self._store.run))
-
-    def commit(self, version: int, checkpoint: Path) -> None:
-        """Note the oldest checkpoint that is kept. Everything stays stored, so nothing else changes."""
-        committed = self._reached("commit", version)
-        self._store.db.execute(
-            "UPDATE run SET committed_step = ? WHERE id = ?", (max(version, committed), self._store.run)
-        )
-        self._store.event(self._clock(), "commit", {"version": version, "checkpoint": Path(checkpoint).name})
-
-    def rewind(self, version: int) -> None:
-        """The learner starts again from `version`; stored manifests stay as they are and are taken again in order."""
-        self._reached("rewind", version)
-        self._store.event(self._clock(), "rewind", {"version": version})
+        self._store.set(weight_version=version)
 
     def _count(self, state: str) -> int:
         return sum(row["state"] == state for row in self._leases.open_prompts())
@@ -132,21 +119,26 @@ class Manifests:
     def _write(self, version: int, ordinals: list[int], short: str | None) -> None:
         store = self._store
         self._check_staleness(version, ordinals)
-        last = store.one("SELECT manifest_hash FROM step WHERE run = ? ORDER BY step DESC LIMIT 1")
+        last = reading.step_row(store, version - 1)
         previous = last["manifest_hash"] if last is not None else reading.genesis(store)
+        epoch = store.state().epoch
+        groups = [
+            store.one("SELECT ordinal, version_min, hash FROM grp WHERE run = ? AND ordinal = ?", ordinal)
+            for ordinal in ordinals
+        ]
         store.db.executemany(
-            "INSERT INTO manifest VALUES (?, ?, ?, ?)",
-            [(store.run, version, place, ordinal) for place, ordinal in enumerate(ordinals)],
+            "INSERT INTO manifest VALUES (?, ?, ?, ?, ?, ?, ?)",
+            [(store.run, epoch, version, place, *group) for place, group in enumerate(groups)],
         )
-        store.db.executemany(
-            "UPDATE grp SET step = ? WHERE run = ? AND ordinal = ?",
-            [(version, store.run, ordinal) for ordinal in ordinals],
-        )
+        keys = [(version, store.run, ordinal) for ordinal in ordinals]
+        store.db.executemany("UPDATE grp SET step = ? WHERE run = ? AND ordinal = ?", keys)
+        store.db.executemany("UPDATE prompt SET state = 'placed', step = ? WHERE run = ? AND ordinal = ?", keys)
+        chained = reading.chain_hash(version, [(group["ordinal"], group["hash"]) for group in groups], previous)
         store.db.execute(
-            "INSERT INTO step VALUES (?, ?, ?, ?, ?, ?)",
-            (store.run, version, version, reading.chain_hash(store, version, ordinals, previous), previous, short),
+            "INSERT INTO step VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (store.run, epoch, version, version, chained, previous, short),
         )
-        store.db.execute("UPDATE run SET next_step = ? WHERE id = ?", (version + 1, store.run))
+        store.set(next_step=version + 1)
         if short is not None:
             store.event(self._clock(), "short", {"step": version, "groups": len(ordinals), "reason": short})
 
@@ -157,20 +149,22 @@ class Manifests:
             if version - oldest > self._settings.max_staleness:
                 raise ExperienceError(
                     f"ordinal {ordinal} has tokens of version {oldest}; at version {version} that is older than "
-                    f"buffer.max_staleness = {self._settings.max_staleness} allows: the ledger {self._store.path} was "
+                    f"buffer.max_staleness = {self._settings.max_staleness} allows: the ledger {self._store.name} was "
                     "altered, or this is a fault of Miles"
                 )
 
-    def _reached(self, call: str, version: int) -> int:
-        """The committed version, where `version` was reached. Raises ExperienceError."""
+    def _poisoned_message(self) -> str:
         state = self._store.state()
-        if not 0 <= version <= state.weight_version:
-            raise ExperienceError(
-                f"{call}({version}): the ledger {self._store.path} stands at version {state.weight_version}, so the "
-                f"checkpoint is of another run or the ledger an older copy: use the ledger that belongs to it, or resume from "
-                f"a checkpoint of version {state.weight_version} or below"
-            )
-        return state.committed_step
+        rows = self._store.all(
+            "SELECT reason, count(*) AS n, min(detail) AS detail FROM quarantine WHERE run = ? GROUP BY reason ORDER BY 2 DESC"
+        )
+        table = "\n".join(f"  {row['reason']:<20} {row['n']:>7}   {row['detail'][:90]}" for row in rows)
+        return (
+            f"{state.refused} groups were refused and {state.stored} accepted since the learner began, more than "
+            f"buffer.max_refused = {self._settings.max_refused:g} allows:\n  reason                 groups   an example\n{table}\n"
+            "A collector or an engine is broken; the refused bytes are in the table quarantine of the ledger. Repair it, then "
+            "continue with --resume. Weights are untouched."
+        )
 
     def _nothing_message(self) -> str:
         step = self._store.state().next_step

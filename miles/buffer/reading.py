@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from miles.buffer.database import Row
 from miles.buffer.store import Store, decode_summary
 from miles.buffer.summary import unfinished
 from miles.errors import ExperienceError
@@ -41,28 +42,56 @@ class Stats:
     pending: int
     leased: int
     ready: int  # finished and not trained yet
+    refused: int  # groups that could not be trained on, since the last rewind
+    epoch: int  # times the run was rewound to sample again
+    replayable_from: int  # groups of manifests below it were deleted
+    ended: str | None  # why nothing more is leased. None: the run goes on
     drops_by_reason: Mapping[str, int]
     steps: tuple[StepStats, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to the ledger: created, opened, short, dead, commit, rewind."""
+    """Something that happened to the ledger: created, short, dead, commit, deleted, rewind, resample, restored, ended."""
 
     time: float  # seconds since the epoch
     kind: str
     detail: Mapping[str, Any]
 
 
+def step_row(store: Store, step: int) -> Row | None:
+    """The row of a manifest; None where it does not exist yet. Of a step that was sampled again the newest counts."""
+    if step >= store.state().next_step:
+        return None
+    return store.one("SELECT * FROM step WHERE run = ? AND step = ? ORDER BY epoch DESC LIMIT 1", step)
+
+
+def entries(store: Store, step: int) -> Sequence[Row]:
+    """The rows (ordinal, version_min, hash) of a manifest in its order; none where it does not exist yet."""
+    row = step_row(store, step)
+    if row is None:
+        return []
+    return store.all(
+        "SELECT ordinal, version_min, hash FROM manifest WHERE run = ? AND step = ? AND epoch = ? ORDER BY pos",
+        step,
+        row["epoch"],
+    )
+
+
 def manifest(store: Store, step: int) -> list[int]:
     """The ordinals of a manifest in its order; empty where it does not exist yet."""
-    rows = store.all("SELECT ordinal FROM manifest WHERE run = ? AND step = ? ORDER BY pos", step)
-    return [row["ordinal"] for row in rows]
+    return [row["ordinal"] for row in entries(store, step)]
 
 
 def dropped(store: Store, step: int) -> list[FinishedGroup]:
     """Summaries of the groups that were dropped while a step was filled, in ordinal order."""
-    rows = store.all("SELECT ordinal, reason, summary FROM dropped WHERE run = ? AND step = ? ORDER BY ordinal", step)
+    row = step_row(store, step)
+    epoch = store.state().epoch if row is None else row["epoch"]
+    rows = store.all(
+        "SELECT ordinal, reason, summary FROM dropped WHERE run = ? AND step = ? AND epoch = ? ORDER BY ordinal",
+        step,
+        epoch,
+    )
     return [
         unfinished(row["ordinal"], row["reason"]) if row["summary"] is None else decode_summary(row["summary"])
         for row in rows
@@ -74,11 +103,10 @@ def finished(store: Store, step: int) -> list[FinishedGroup]:
     next_step = store.state().next_step
     if not 0 <= step <= next_step:
         raise ExperienceError(f"finished({step}): only steps 0 to {next_step} have been collected for")
-    rows = store.all(
-        "SELECT g.meta FROM manifest m JOIN grp g ON g.run = m.run AND g.ordinal = m.ordinal WHERE m.run = ? AND m.step = ?",
-        step,
-    )
-    groups = [decode_summary(row["meta"]) for row in rows] + dropped(store, step)
+    found = [
+        store.one("SELECT meta FROM grp WHERE run = ? AND ordinal = ?", ordinal) for ordinal in manifest(store, step)
+    ]
+    groups = [decode_summary(row["meta"]) for row in found if row is not None] + dropped(store, step)
     return sorted(groups, key=lambda summary: summary.ordinal)
 
 
@@ -87,26 +115,26 @@ def genesis(store: Store) -> str:
     return store.value("SELECT config_hash FROM run WHERE id = ?")
 
 
-def chain_hash(store: Store, step: int, ordinals: list[int], previous: str) -> str:
+def chain_hash(step: int, groups: Sequence[tuple[int, str]], previous: str) -> str:
     """SHA-256 over the hash of the step before, the step, and each ordinal with the hash of its group, in order."""
-    hashes = [store.value("SELECT hash FROM grp WHERE run = ? AND ordinal = ?", ordinal) for ordinal in ordinals]
-    parts = [previous, step, list(zip(ordinals, hashes, strict=True))]
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+    return hashlib.sha256(msgspec.json.encode([previous, step, groups])).hexdigest()
 
 
 def verify(store: Store) -> int:
     """Recompute the chain of manifests; the number of steps in it. Raises ExperienceError at the first that differs."""
-    previous = genesis(store)
-    steps = store.all("SELECT step, prev_hash, manifest_hash FROM step WHERE run = ? ORDER BY step")
-    for place, row in enumerate(steps):
-        expected = chain_hash(store, place, manifest(store, place), previous)
-        if tuple(row) != (place, previous, expected):
+    previous, steps = genesis(store), store.state().next_step
+    for step in range(steps):
+        row = step_row(store, step)
+        there = None if row is None else (row["prev_hash"], row["manifest_hash"])
+        expected = chain_hash(step, [(entry["ordinal"], entry["hash"]) for entry in entries(store, step)], previous)
+        if there != (previous, expected):
+            said = "nothing" if there is None else there[1][:16]
             raise ExperienceError(
-                f"the manifest of step {place} in {store.path} was altered: its hash is {expected[:16]}, the ledger says "
-                f"{row['manifest_hash'][:16]}; put back a copy of the run directory, or start a new run"
+                f"the manifest of step {step} in {store.name} was altered: its hash is {expected[:16]}, the ledger says "
+                f"{said}; put back a copy of the run directory, or start a new run"
             )
         previous = expected
-    return len(steps)
+    return steps
 
 
 def stats(store: Store) -> Stats:
@@ -124,27 +152,55 @@ def stats(store: Store) -> Stats:
         dropped=by_state.get("dropped", 0),
         pending=by_state.get("pending", 0),
         leased=by_state.get("leased", 0),
-        ready=by_state.get("done", 0),
+        ready=by_state.get("done", 0) + by_state.get("placed", 0),
+        refused=state.refused,
+        epoch=state.epoch,
+        replayable_from=state.kept_from,
+        ended=state.ended,
         drops_by_reason=dict(map(tuple, reasons)),
         steps=_steps(store),
     )
 
 
 def _steps(store: Store) -> tuple[StepStats, ...]:
-    drops = dict(map(tuple, store.all("SELECT step, count(*) FROM dropped WHERE run = ? GROUP BY step")))
+    drops = {
+        (row["step"], row["epoch"]): row["n"]
+        for row in store.all("SELECT step, epoch, count(*) AS n FROM dropped WHERE run = ? GROUP BY step, epoch")
+    }
     rows = store.all(
-        "SELECT s.step, s.short, count(*) AS groups, avg(s.weight_version - g.version_min) AS mean, "
-        "max(s.weight_version - g.version_min) AS worst FROM step s "
-        "JOIN manifest m ON m.run = s.run AND m.step = s.step JOIN grp g ON g.run = m.run AND g.ordinal = m.ordinal "
-        "WHERE s.run = ? GROUP BY s.step ORDER BY s.step"
+        "SELECT s.step, s.epoch, s.short, count(*) AS groups, avg(CAST(s.weight_version - m.version_min AS DOUBLE PRECISION)) "
+        "AS mean, max(s.weight_version - m.version_min) AS worst FROM step s "
+        "JOIN manifest m ON m.run = s.run AND m.step = s.step AND m.epoch = s.epoch "
+        "WHERE s.run = ? AND s.step < ? GROUP BY s.step, s.epoch, s.short ORDER BY s.step, s.epoch",
+        store.state().next_step,
     )
+    newest = {row["step"]: row for row in rows}  # of a step that was sampled again the last one stays
     return tuple(
-        StepStats(row["step"], row["groups"], drops.get(row["step"], 0), row["short"], row["mean"], row["worst"])
-        for row in rows
+        StepStats(step, row["groups"], drops.get((step, row["epoch"]), 0), row["short"], row["mean"], row["worst"])
+        for step, row in newest.items()
     )
 
 
 def events(store: Store) -> list[Event]:
     """Everything that happened to the ledger, in order."""
-    rows = store.all("SELECT time, kind, json FROM event WHERE run = ? ORDER BY rowid")
+    rows = store.all("SELECT time, kind, json FROM event WHERE run = ? ORDER BY seq")
     return [Event(row["time"], row["kind"], msgspec.json.decode(row["json"])) for row in rows]
+
+
+def gauges(store: Store) -> dict[str, int]:
+    """Numbers of the run that cost the same however long it is: what is open now, and the cursors."""
+    state = store.state()
+    counts = dict.fromkeys(("pending", "leased", "done", "placed"), 0)
+    for name in counts:
+        counts[name] = store.value("SELECT count(*) FROM prompt WHERE run = ? AND state = ?", name)
+    return {
+        **{f"prompts_{name}": count for name, count in counts.items()},
+        "prompts_issued": state.next_ordinal,
+        "prompts_capacity": (state.max_stale + 1) * state.groups_per_step,
+        "steps_stored": state.next_step,
+        "weight_version": state.weight_version,
+        "committed_version": state.committed_step,
+        "epoch": state.epoch,
+        "groups_stored": state.stored,
+        "groups_refused": state.refused,
+    }

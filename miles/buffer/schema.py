@@ -9,39 +9,55 @@ from miles.errors import RunDirError
 
 LEDGER_NAME = "ledger.sqlite"
 SEGMENTS_NAME = "segments"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x4D694C65
 
-TABLES = """
-CREATE TABLE run (
-  id TEXT PRIMARY KEY, config_hash TEXT NOT NULL, identity TEXT NOT NULL,
-  max_stale INTEGER NOT NULL, groups_per_step INTEGER NOT NULL,
-  next_ordinal INTEGER NOT NULL, next_step INTEGER NOT NULL, committed_step INTEGER NOT NULL,
-  weight_version INTEGER NOT NULL, created REAL NOT NULL);
-CREATE TABLE prompt (
-  run TEXT NOT NULL, ordinal INTEGER NOT NULL, row INTEGER NOT NULL,
-  state TEXT NOT NULL CHECK (state IN ('pending', 'leased', 'done', 'trained', 'dropped')),
-  lease_id TEXT, worker TEXT, lease_expires REAL, lease_ttl REAL, min_version INTEGER, attempts INTEGER NOT NULL,
-  PRIMARY KEY (run, ordinal)) WITHOUT ROWID;
-CREATE INDEX prompt_state ON prompt (run, state, ordinal);
-CREATE TABLE grp (
-  run TEXT NOT NULL, ordinal INTEGER NOT NULL,
-  version_min INTEGER NOT NULL, version_max INTEGER NOT NULL, n INTEGER NOT NULL, reward_mean REAL, reward_std REAL,
-  step INTEGER, segment INTEGER, "offset" INTEGER, length INTEGER NOT NULL, hash TEXT NOT NULL, meta TEXT NOT NULL,
-  payload BLOB,
-  PRIMARY KEY (run, ordinal));
-CREATE TABLE manifest (
-  run TEXT NOT NULL, step INTEGER NOT NULL, pos INTEGER NOT NULL, ordinal INTEGER NOT NULL,
-  PRIMARY KEY (run, step, pos), UNIQUE (run, ordinal)) WITHOUT ROWID;
-CREATE TABLE step (
-  run TEXT NOT NULL, step INTEGER NOT NULL, weight_version INTEGER NOT NULL,
+TABLES = (
+    """CREATE TABLE run (
+  id TEXT PRIMARY KEY, config_hash TEXT NOT NULL, identity TEXT NOT NULL, setup TEXT NOT NULL,
+  max_stale BIGINT NOT NULL, groups_per_step BIGINT NOT NULL,
+  next_ordinal BIGINT NOT NULL, next_step BIGINT NOT NULL, committed_step BIGINT NOT NULL,
+  weight_version BIGINT NOT NULL, epoch BIGINT NOT NULL, kept_from BIGINT NOT NULL, learner TEXT,
+  stored BIGINT NOT NULL, refused BIGINT NOT NULL, ended TEXT, created DOUBLE PRECISION NOT NULL)""",
+    """CREATE TABLE prompt (
+  run TEXT NOT NULL, ordinal BIGINT NOT NULL, row BIGINT NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('pending', 'leased', 'done', 'placed', 'trained', 'dropped')),
+  lease_id TEXT, worker TEXT, call TEXT, lease_expires DOUBLE PRECISION, lease_ttl DOUBLE PRECISION, min_version BIGINT,
+  attempts BIGINT NOT NULL, step BIGINT,
+  PRIMARY KEY (run, ordinal)) WITHOUT ROWID""",
+    "CREATE INDEX prompt_state ON prompt (run, state, ordinal)",
+    """CREATE TABLE grp (
+  run TEXT NOT NULL, ordinal BIGINT NOT NULL,
+  version_min BIGINT NOT NULL, version_max BIGINT NOT NULL, n BIGINT NOT NULL, reward_mean DOUBLE PRECISION,
+  reward_std DOUBLE PRECISION, step BIGINT, segment BIGINT, "offset" BIGINT, object TEXT, length BIGINT NOT NULL,
+  hash TEXT NOT NULL, meta TEXT NOT NULL, payload BLOB,
+  PRIMARY KEY (run, ordinal))""",
+    "CREATE INDEX grp_segment ON grp (run, segment) WHERE segment IS NOT NULL",
+    """CREATE TABLE manifest (
+  run TEXT NOT NULL, epoch BIGINT NOT NULL, step BIGINT NOT NULL, pos BIGINT NOT NULL, ordinal BIGINT NOT NULL,
+  version_min BIGINT NOT NULL, hash TEXT NOT NULL,
+  PRIMARY KEY (run, step, epoch, pos), UNIQUE (run, epoch, ordinal)) WITHOUT ROWID""",
+    """CREATE TABLE step (
+  run TEXT NOT NULL, epoch BIGINT NOT NULL, step BIGINT NOT NULL, weight_version BIGINT NOT NULL,
   manifest_hash TEXT NOT NULL, prev_hash TEXT NOT NULL, short TEXT,
-  PRIMARY KEY (run, step)) WITHOUT ROWID;
-CREATE TABLE dropped (
-  run TEXT NOT NULL, ordinal INTEGER NOT NULL, step INTEGER NOT NULL, reason TEXT NOT NULL, detail TEXT, summary TEXT,
-  PRIMARY KEY (run, ordinal)) WITHOUT ROWID;
-CREATE INDEX dropped_step ON dropped (run, step);
-CREATE TABLE event (run TEXT NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, json TEXT NOT NULL);
+  PRIMARY KEY (run, step, epoch)) WITHOUT ROWID""",
+    """CREATE TABLE dropped (
+  run TEXT NOT NULL, epoch BIGINT NOT NULL, ordinal BIGINT NOT NULL, step BIGINT NOT NULL, reason TEXT NOT NULL,
+  detail TEXT, summary TEXT,
+  PRIMARY KEY (run, ordinal, epoch)) WITHOUT ROWID""",
+    "CREATE INDEX dropped_step ON dropped (run, step)",
+    """CREATE TABLE quarantine (
+  run TEXT NOT NULL, lease_id TEXT NOT NULL, hash TEXT NOT NULL, time DOUBLE PRECISION NOT NULL, ordinal BIGINT NOT NULL,
+  worker TEXT, reason TEXT NOT NULL, detail TEXT NOT NULL, payload BLOB,
+  PRIMARY KEY (run, lease_id, hash)) WITHOUT ROWID""",
+    """CREATE TABLE caller (
+  run TEXT NOT NULL, session TEXT NOT NULL, number BIGINT NOT NULL, time DOUBLE PRECISION NOT NULL,
+  PRIMARY KEY (run, session)) WITHOUT ROWID""",
+    "CREATE TABLE event (seq INTEGER PRIMARY KEY, run TEXT NOT NULL, time DOUBLE PRECISION NOT NULL, kind TEXT NOT NULL, json TEXT NOT NULL)",
+)
+"""In the SQL that SQLite and PostgreSQL share, but for the words that `postgres.py` replaces."""
+
+TRIGGERS = """
 CREATE TRIGGER manifest_is_immutable BEFORE UPDATE ON manifest BEGIN SELECT RAISE(ABORT, 'a manifest never changes'); END;
 CREATE TRIGGER manifest_is_kept BEFORE DELETE ON manifest BEGIN SELECT RAISE(ABORT, 'a manifest never changes'); END;
 CREATE TRIGGER step_is_immutable BEFORE UPDATE ON step BEGIN SELECT RAISE(ABORT, 'a step never changes'); END;
@@ -60,7 +76,7 @@ def connect(path: Path) -> sqlite3.Connection:
         if _version(db, path) == 0:
             # In the rollback journal's mode still, so a crash leaves either no table or all of them.
             db.executescript(
-                f"BEGIN IMMEDIATE; {TABLES} PRAGMA application_id = {APPLICATION_ID}; "
+                f"BEGIN IMMEDIATE; {';'.join(TABLES)};{TRIGGERS} PRAGMA application_id = {APPLICATION_ID}; "
                 f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
             )
         mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import BinaryIO
 
+from miles.buffer.payloads import Place
 from miles.errors import ExperienceError
 
 
@@ -30,6 +32,8 @@ class Segments:
     Bytes are appended and synced before the row is written, so bytes that no row points at are all that a crash leaves.
     """
 
+    shared = False
+
     def __init__(
         self, folder: Path, max_bytes: int = 256 << 20, opener: Callable[[Path], BinaryIO] = open_append
     ) -> None:
@@ -38,10 +42,11 @@ class Segments:
         self._max_bytes = max_bytes
         self._opener = opener
         self._file: BinaryIO | None = None
+        self._unsynced = False
         self._number = max((int(path.stem) for path in folder.glob("*.seg") if path.stem.isdecimal()), default=0)
 
-    def append(self, payload: bytes) -> tuple[int, int]:
-        """(segment, offset) of the payload, which is durable after the next `sync`. Raises OSError."""
+    def append(self, payload: bytes, name: str = "") -> Place:
+        """The place of the payload, which is durable after the next `sync`. Raises OSError."""
         file = self._writable()
         offset = os.fstat(file.fileno()).st_size
         view = memoryview(payload)
@@ -53,23 +58,30 @@ class Segments:
             with contextlib.suppress(OSError):
                 os.ftruncate(file.fileno(), offset)
             raise
-        return self._number, offset
+        self._unsynced = True
+        return Place(self._number, offset)
 
     def sync(self) -> None:
         """Make what was appended durable. Raises OSError."""
-        if self._file is None:
+        if self._file is None or not self._unsynced:
             return
         try:
             os.fsync(self._file.fileno())
+            self._unsynced = False
         except OSError:
             # After a failed sync the kernel may call the lost pages clean, so this file takes no further payload.
             self.close()
             self._number += 1
             raise
 
-    def read(self, segment: int, offset: int, length: int) -> bytes:
+    def read(self, place: Place, length: int) -> bytes:
         """The bytes of a payload. Raises ExperienceError where the file has lost them."""
-        path = self._path(segment)
+        if place.segment is None or place.offset is None:
+            raise ExperienceError(
+                f"the payload {place.object} lies in an object store, and the ledger was opened without it: give "
+                "buffer.payloads as the run began with"
+            )
+        path, offset = self._path(place.segment), place.offset
         try:
             with path.open("rb") as file:
                 file.seek(offset)
@@ -82,6 +94,16 @@ class Segments:
                 "back, or start a new run"
             )
         return payload
+
+    def delete(self, objects: Collection[str], first_segment: int | None) -> None:
+        """Delete files below `first_segment` (None: all) that are not being written. A crash leaves some to the next call."""
+        for path in sorted(self._folder.glob("*.seg")):
+            number = int(path.stem) if path.stem.isdecimal() else self._number
+            if number < (self._number if first_segment is None else min(first_segment, self._number)):
+                path.unlink(missing_ok=True)
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self._folder.parent).free
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,57 +1,27 @@
-"""The ledger's state on disk: one connection, one segment folder, one run; what reading and writing share."""
+"""The ledger's state: one database, one place for large payloads, one run; transactions, and what reading and writing share."""
 
 from __future__ import annotations
 
-import sqlite3
+import errno
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from miles.buffer.segments import Segments
-from miles.buffer.wire import Frame, GroupRefused, decode_group
-from miles.errors import ConfigError, ExperienceError
+from miles.buffer.database import Database
+from miles.buffer.payloads import Payloads, Place
+from miles.buffer.wire import Frame, decode_group
+from miles.errors import DiskFull, ExperienceError, GroupRefused
 from miles.types import FinishedGroup, Group
 
+T = TypeVar("T")
+MOST_JOBS = 64
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
 _summary_decoder = msgspec.json.Decoder(FinishedGroup)
-
-
-@dataclass(frozen=True)
-class LedgerSettings:
-    """The numbers that a ledger works by. Raises ConfigError for values that cannot work."""
-
-    groups_per_step: int  # algorithm.groups_per_step
-    max_staleness: int = 0  # buffer.max_staleness: S
-    max_attempts: int = 3  # buffer.max_attempts: tries of a prompt before it is dropped as dead
-    max_dropped: int | None = None  # rollout.max_dropped. None: 10 * groups_per_step
-    group_size: int | None = None  # samples of each group. None: any number
-    vocabulary: int | None = None  # token ids are below it. None: below 2**31
-    keep_dropped: bool = True  # also store the samples of dropped groups
-    inline_bytes: int = 128 << 10  # payloads of this size and more go to segment files
-    segment_bytes: int = 256 << 20  # a segment file of this size is left for a new one
-
-    def __post_init__(self) -> None:
-        lowest = {
-            "algorithm.groups_per_step": (self.groups_per_step, 1),
-            "buffer.max_staleness": (self.max_staleness, 0),
-        }
-        lowest["buffer.max_attempts"] = (self.max_attempts, 1)
-        if self.max_dropped is not None:
-            lowest["rollout.max_dropped"] = (self.max_dropped, 1)
-        problems = [
-            f"{key} is {value}: it must be at least {low}" for key, (value, low) in lowest.items() if value < low
-        ]
-        if problems:
-            raise ConfigError(problems)
-
-    @property
-    def drop_limit(self) -> int:
-        """Dropped groups within one step before it trains on what is there."""
-        return 10 * self.groups_per_step if self.max_dropped is None else self.max_dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,82 +34,155 @@ class RunRow:
     next_step: int  # manifests below it exist
     committed_step: int  # version of the oldest checkpoint kept; 0 before the first
     weight_version: int  # newest version that a learner has reached
+    epoch: int  # times the run was rewound to sample again
+    kept_from: int  # groups of manifests below it were deleted
+    learner: str | None  # session of the learner that holds the run. None: nobody has claimed it
+    stored: int  # groups accepted since the last rewind
+    refused: int  # groups refused since the last rewind
+    ended: str | None  # why nothing more is leased. None: the run goes on
+
+
+class _Job(Generic[T]):
+    """One caller's part of a transaction that several callers share."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.work = work
+        self.done = False
+        self.error: BaseException | None = None
+        self.value: T | None = None
 
 
 class Store:
-    """Runs statements for one run; the lock lets several threads of a process share the connection."""
+    """Runs statements for one run; locks let several threads of a process share the connection."""
 
-    def __init__(self, db: sqlite3.Connection, path: Path, segments: Segments, run: str) -> None:
+    def __init__(self, db: Database, payloads: Payloads, run: str) -> None:
         self.db = db
-        self.path = path
-        self.segments = segments
+        self.payloads = payloads
         self.run = run
-        self._lock = threading.RLock()
+        self.name = db.name
+        self._lock = threading.Lock()
+        self._queue: list[_Job[Any]] = []
+        self._queue_lock = threading.Lock()
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All or nothing, and durable when it ends. Raises ExperienceError where the disk fails."""
-        with self._lock, self._disk_errors():
-            self.db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self.db.execute("COMMIT")
-            except BaseException:
-                # SQLite has ended the transaction itself after some disk errors.
-                if self.db.in_transaction:
-                    self.db.execute("ROLLBACK")
+    def write(self, work: Callable[[], T]) -> T:
+        """Run `work` in a transaction and return what it returns, once that is durable. All of it, or an error.
+
+        Group commit: whoever gets the lock runs what has queued up meanwhile and makes all of it durable at once. Each
+        piece of work stands alone: one that raises leaves no trace and hinders no other. Raises DiskFull and
+        ExperienceError where the disk fails.
+        """
+        job = _Job(work)
+        with self._queue_lock:
+            self._queue.append(job)
+        with self._lock:
+            while not job.done:
+                with self._queue_lock:
+                    batch, self._queue = self._queue[:MOST_JOBS], self._queue[MOST_JOBS:]
+                self._commit(batch)
+        if job.error is not None:
+            raise job.error
+        return job.value  # type: ignore[return-value]
+
+    def _commit(self, batch: Sequence[_Job[Any]]) -> None:
+        try:
+            with self._disk_errors():
+                self.db.begin(self.run)
+                try:
+                    for job in batch:
+                        self._run(job)
+                    self.payloads.sync()
+                    self.db.commit()
+                except BaseException:
+                    self.db.rollback()
+                    raise
+        except BaseException as error:
+            for job in batch:
+                job.error = job.error or error
+            if not isinstance(error, Exception):
                 raise
+        finally:
+            for job in batch:
+                job.done = True
+
+    def _run(self, job: _Job[Any]) -> None:
+        self.db.execute("SAVEPOINT job")
+        try:
+            with self._disk_errors():
+                job.value = job.work()
+        except Exception as error:
+            self.db.execute("ROLLBACK TO SAVEPOINT job")
+            job.error = error
+        self.db.execute("RELEASE SAVEPOINT job")
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """One thread at a time. Raises ExperienceError where the disk fails."""
+        """One thread at a time, of a state that stands still. Raises ExperienceError where the disk fails."""
         with self._lock, self._disk_errors():
-            yield
+            self.db.begin(None)
+            try:
+                yield
+            finally:
+                self.db.rollback()
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
-            raise ExperienceError(
-                f"the ledger {self.path} could not be read or written ({error}): nothing that it had acknowledged is lost. "
+        except (*self.db.errors, OSError) as error:
+            full = self.db.is_full(error) or getattr(error, "errno", None) in FULL
+            raise (DiskFull if full else ExperienceError)(
+                f"the ledger {self.name} could not be read or written ({error}): nothing that it had acknowledged is lost. "
                 "Free space on the disk or repair it, then continue the run with --resume"
             ) from error
 
-    def all(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+    def all(self, statement: str, *values: Any) -> Sequence[Any]:
         """Rows of a statement whose first parameter is the run."""
-        return self.db.execute(statement, (self.run, *values)).fetchall()
+        return self.db.query(statement, (self.run, *values))
 
-    def one(self, statement: str, *values: Any) -> sqlite3.Row | None:
-        return self.db.execute(statement, (self.run, *values)).fetchone()
+    def one(self, statement: str, *values: Any) -> Any:
+        """The first row, or None."""
+        rows = self.db.query(statement, (self.run, *values))
+        return rows[0] if rows else None
 
     def value(self, statement: str, *values: Any) -> Any:
         """The first column of the one row that a statement gives."""
-        return self.db.execute(statement, (self.run, *values)).fetchone()[0]
+        return self.db.query(statement, (self.run, *values))[0][0]
 
     def state(self) -> RunRow:
         """The run's cursors."""
         row = self.one(
-            "SELECT max_stale, groups_per_step, next_ordinal, next_step, committed_step, weight_version FROM run WHERE id = ?"
+            "SELECT max_stale, groups_per_step, next_ordinal, next_step, committed_step, weight_version, epoch, kept_from, "
+            "learner, stored, refused, ended FROM run WHERE id = ?"
         )
-        assert row is not None
         return RunRow(*row)
+
+    def set(self, **columns: Any) -> None:
+        """Change cursors of the run."""
+        names = ", ".join(f"{name} = ?" for name in columns)
+        self.db.execute(f"UPDATE run SET {names} WHERE id = ?", (*columns.values(), self.run))
 
     def event(self, time: float, kind: str, detail: Mapping[str, Any]) -> None:
         self.db.execute(
-            "INSERT INTO event VALUES (?, ?, ?, ?)", (self.run, time, kind, msgspec.json.encode(detail).decode())
+            "INSERT INTO event (run, time, kind, json) VALUES (?, ?, ?, ?)",
+            (self.run, time, kind, msgspec.json.encode(detail).decode()),
         )
 
     def payload(self, ordinal: int) -> Frame:
         """The stored bytes of a finished group. Raises ExperienceError where there are none."""
         row = self.one(
-            'SELECT segment, "offset", length, hash, payload FROM grp WHERE run = ? AND ordinal = ?', ordinal
+            'SELECT segment, "offset", object, length, hash, payload FROM grp WHERE run = ? AND ordinal = ?', ordinal
         )
         if row is None:
-            raise ExperienceError(f"the ledger {self.path} holds no group for ordinal {ordinal}")
-        if row["segment"] is None:
-            return Frame(row["payload"], row["hash"])
-        return Frame(self.segments.read(row["segment"], row["offset"], row["length"]), row["hash"])
+            raise ExperienceError(f"the ledger {self.name} holds no group for ordinal {ordinal}")
+        if row["payload"] is not None:
+            return Frame(bytes(row["payload"]), row["hash"])
+        place = Place(row["segment"], row["offset"], row["object"])
+        if place == Place():
+            raise ExperienceError(
+                f"the group of ordinal {ordinal} was deleted from the ledger {self.name}: it lies below the oldest checkpoint "
+                'and buffer.keep is "checkpoints"'
+            )
+        return Frame(self.payloads.read(place, row["length"]), row["hash"])
 
     def group(self, ordinal: int) -> Group:
         """A finished group, its bytes checked against their hash. Raises ExperienceError."""
@@ -148,9 +191,13 @@ class Store:
             return decode_group(frame.payload, frame.digest)
         except GroupRefused as error:
             raise ExperienceError(
-                f"ordinal {ordinal} of the ledger {self.path} was altered on the disk: {error}; put back a copy of the run "
+                f"ordinal {ordinal} of the ledger {self.name} was altered on the disk: {error}; put back a copy of the run "
                 "directory, or start a new run"
             ) from error
+
+    def close(self) -> None:
+        self.db.close()
+        self.payloads.close()
 
 
 def decode_summary(text: str | bytes) -> FinishedGroup:

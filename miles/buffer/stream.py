@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
+from typing import Any
 
 from miles.errors import ConfigError
 from miles.types import Prompt
@@ -42,6 +43,11 @@ class PromptStream:
         self.groups_per_step = groups_per_step
         self.epochs = epochs
         self._orders: dict[int, array[int]] = {}
+
+    def arguments(self) -> dict[str, Any]:
+        """What it was made with: `PromptStream(**arguments)` is the same stream."""
+        names = ("num_rows", "seed", "shuffle", "groups_per_step", "epochs")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def length(self) -> int | None:

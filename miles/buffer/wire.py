@@ -14,16 +14,12 @@ from itertools import compress
 
 import msgspec
 
-from miles.errors import ExperienceError
+from miles.errors import GroupRefused
 from miles.types import Group, Sample, Segment
 
 SCHEMA = 1
 MAX_BYTES = 1 << 30
 MAX_TOKEN = 1 << 31
-
-
-class GroupRefused(ExperienceError):
-    """A group, or bytes that claim to be one, cannot be trained on; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,9 @@ class Frame:
 
 
 def _no_extension(code: int, data: memoryview) -> object:
-    raise GroupRefused(f"the frame holds a MessagePack extension of type {code}: only plain values are read")
+    raise GroupRefused(
+        f"the frame holds a MessagePack extension of type {code}: only plain values are read", "encoding"
+    )
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -57,7 +55,7 @@ def encode_group(group: Group, vocabulary: int | None = None) -> Frame:
         plain = _decoder.decode(_encoder.encode((SCHEMA, group)))[1]
         payload = _encoder.encode((SCHEMA, plain))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise GroupRefused(f"ordinal {group.ordinal}: the group cannot be stored: {error}") from error
+        raise GroupRefused(f"ordinal {group.ordinal}: the group cannot be stored: {error}", "encoding") from error
     check_group(plain, vocabulary)
     _check_size(len(payload), MAX_BYTES)
     return Frame(payload, digest_of(payload))
@@ -69,18 +67,21 @@ def decode_group(payload: bytes, digest: str, vocabulary: int | None = None, max
     actual = digest_of(payload)
     if actual != digest:
         raise GroupRefused(
-            f"the bytes have the SHA-256 {actual[:16]}..., not {digest[:16]}... as said: they were altered or cut"
+            f"the bytes have the SHA-256 {actual[:16]}..., not {digest[:16]}... as said: they were altered or cut",
+            "hash",
         )
     try:
         schema, _ = _header.decode(payload)
         if schema != SCHEMA:
-            raise GroupRefused(f"the frame has schema version {schema}, this version of Miles reads {SCHEMA}")
+            raise GroupRefused(f"the frame has schema version {schema}, this version of Miles reads {SCHEMA}", "schema")
         group = _decoder.decode(payload)[1]
         canonical = _encoder.encode((SCHEMA, group)) == payload
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise GroupRefused(f"the frame does not hold a group: {error}") from error
+        raise GroupRefused(f"the frame does not hold a group: {error}", "encoding") from error
     if not canonical:
-        raise GroupRefused("the frame is not the one encoding of its group (unknown keys, or another number format)")
+        raise GroupRefused(
+            "the frame is not the one encoding of its group (unknown keys, or another number format)", "encoding"
+        )
     check_group(group, vocabulary)
     return group
 
@@ -101,7 +102,7 @@ def check_group(group: Group, vocabulary: int | None = None) -> None:
 
 def _check_size(size: int, limit: int) -> None:
     if size > limit:
-        raise GroupRefused(f"the frame has {size} bytes, more than the limit of {limit}")
+        raise GroupRefused(f"the frame has {size} bytes, more than the limit of {limit}", "size")
 
 
 def _check_sample(sample: Sample, where: str, vocabulary: int) -> None:
@@ -116,7 +117,7 @@ def _check_sample(sample: Sample, where: str, vocabulary: int) -> None:
 
 def _check_number(value: float | None, name: str) -> None:
     if value is not None and not math.isfinite(value):
-        raise GroupRefused(f"{name} is {value}: it must be finite, or None where it cannot be scored")
+        raise GroupRefused(f"{name} is {value}: it must be finite, or None where it cannot be scored", "non_finite")
 
 
 def _check_segment(segment: Segment, where: str, vocabulary: int) -> None:
@@ -125,15 +126,19 @@ def _check_segment(segment: Segment, where: str, vocabulary: int) -> None:
     if length == 0 or lengths != (length, length, length):
         raise GroupRefused(
             f"{where}: {length} token_ids but {lengths[0]} loss_mask, {lengths[1]} behavior_logprobs and {lengths[2]} "
-            "versions: all four must have one length, at least 1"
+            "versions: all four must have one length, at least 1",
+            "lengths",
         )
     if min(segment.token_ids) < 0 or max(segment.token_ids) >= vocabulary:
         place = next(i for i, token in enumerate(segment.token_ids) if not 0 <= token < vocabulary)
-        raise GroupRefused(f"{where}: token id {segment.token_ids[place]} at {place} is outside of [0, {vocabulary})")
+        raise GroupRefused(
+            f"{where}: token id {segment.token_ids[place]} at {place} is outside of [0, {vocabulary})", "vocabulary"
+        )
     if not all(map(math.isfinite, segment.behavior_logprobs)):
         place = next(i for i, value in enumerate(segment.behavior_logprobs) if not math.isfinite(value))
         raise GroupRefused(
-            f"{where}: behavior_logprobs[{place}] is {segment.behavior_logprobs[place]}: it must be finite"
+            f"{where}: behavior_logprobs[{place}] is {segment.behavior_logprobs[place]}: it must be finite",
+            "non_finite",
         )
     _check_unsampled(segment, where)
 
@@ -144,12 +149,13 @@ def _check_unsampled(segment: Segment, where: str) -> None:
     if any(version < 0 for version in set(compress(segment.versions, segment.loss_mask))):
         pairs = zip(segment.loss_mask, segment.versions, strict=True)
         place = next(i for i, (sampled, version) in enumerate(pairs) if sampled and version < 0)
-        raise GroupRefused(f"{where}: token {place} was sampled, but its version is {segment.versions[place]}")
+        raise GroupRefused(f"{where}: token {place} was sampled, but its version is {segment.versions[place]}", "mask")
     if set(compress(segment.versions, unsampled)) <= {-1} and not any(compress(segment.behavior_logprobs, unsampled)):
         return
     triples = zip(unsampled, segment.versions, segment.behavior_logprobs, strict=True)
     place = next(i for i, (free, version, logprob) in enumerate(triples) if free and (version != -1 or logprob != 0.0))
     raise GroupRefused(
         f"{where}: token {place} was not sampled, so its version must be -1 and its log-probability 0.0; they are "
-        f"{segment.versions[place]} and {segment.behavior_logprobs[place]}"
+        f"{segment.versions[place]} and {segment.behavior_logprobs[place]}",
+        "mask",
     )

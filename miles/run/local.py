@@ -18,7 +18,7 @@ from miles.algo import AlgorithmRow
 from miles.algo.rehearsal import rehearse
 from miles.buffer.embedded import EmbeddedBuffer
 from miles.buffer.ledger import Ledger
-from miles.buffer.store import LedgerSettings
+from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.config.schema import Recipe
 from miles.errors import ConfigError, EngineError, EpisodeError, NothingToTrain, RewardError, TrainingAborted

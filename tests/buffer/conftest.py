@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from miles.buffer.backend import Where
 from miles.buffer.ledger import Ledger
-from miles.buffer.store import LedgerSettings
+from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.types import Group, Sample, Segment
 
@@ -61,7 +62,9 @@ def open_ledger(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Ledger]]
         folder, resume = keys.pop("folder", tmp_path), keys.pop("resume", False)
         identity, seed = keys.pop("identity", {"config": "c"}), keys.pop("seed", 0)
         stream = PromptStream(rows, seed, keys.pop("shuffle", False), groups_per_step, epochs)
-        ledger = Ledger(folder, LedgerSettings(groups_per_step, **keys), stream, identity, resume=resume, clock=clock)
+        where = Where(segment_bytes=keys.pop("segment_bytes", 1 << 20))
+        settings = LedgerSettings(groups_per_step, **keys)
+        ledger = Ledger(folder, settings, stream, identity, resume=resume, clock=clock, where=where)
         opened.append(ledger)
         return ledger
 

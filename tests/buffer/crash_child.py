@@ -6,14 +6,16 @@ import resource
 import sys
 from pathlib import Path
 
+from miles.buffer.backend import Where
 from miles.buffer.ledger import Ledger
-from miles.buffer.store import LedgerSettings
+from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.buffer.wire import encode_group
 from miles.errors import BufferClosed
 from miles.types import Group, Sample, Segment
 
-SETTINGS = LedgerSettings(groups_per_step=4, max_staleness=1, inline_bytes=3000, segment_bytes=20_000)
+SETTINGS = LedgerSettings(groups_per_step=4, max_staleness=1, inline_bytes=3000)
+WHERE = Where(segment_bytes=20_000)
 STREAM = PromptStream(num_rows=40, seed=0, shuffle=True, groups_per_step=4, epochs=1)
 
 
@@ -50,7 +52,7 @@ def train(ledger: Ledger) -> None:
 
 def fill_the_disk(ledger: Ledger, length: int) -> None:
     """Put groups until the operating system refuses to let a file grow."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (800_000, resource.RLIM_INFINITY))
     for lease in ledger.lease(1000, "child", 60.0):
         group = build(ledger.stream, lease.ordinal, 0, length)
         ledger.put(lease, group)
@@ -60,7 +62,7 @@ def fill_the_disk(ledger: Ledger, length: int) -> None:
 def main(folder: str, what: str) -> None:
     ledger: Ledger
     if what == "train":
-        ledger = Ledger(Path(folder), SETTINGS, STREAM, {}, resume=True)
+        ledger = Ledger(Path(folder), SETTINGS, STREAM, {}, resume=True, where=WHERE)
         ledger.release_all()
         try:
             train(ledger)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from miles.buffer.ledger import Ledger
-from miles.buffer.wire import GroupRefused
-from miles.errors import ExperienceError, LeaseLost
+from miles.errors import ExperienceError, GroupRefused, LeaseLost
 from miles.types import Group, Lease
 
 Open = Callable[..., Ledger]
@@ -30,7 +29,7 @@ def test_credit_is_the_bound_times_the_step_also_at_zero(open_ledger: Open) -> N
 def test_credit_after_a_resume_counts_from_the_version(open_ledger: Open, fill: Fill) -> None:
     """Batch 8, bound 2, resumed at version 100 with nothing running: 24 places, not (2 + 1 + 100) * 8."""
     ledger = open_ledger(8, max_staleness=2)
-    ledger._store.db.execute("UPDATE run SET weight_version = 100, next_step = 100")
+    ledger._store.write(lambda: ledger._store.set(weight_version=100, next_step=100))
     ledger.close()
     assert len(open_ledger(8, max_staleness=2, resume=True).lease(10_000, "w", 60.0)) == 24
 
@@ -251,7 +250,7 @@ def test_what_only_the_ledger_knows_is_checked(open_ledger: Open, fill: Fill, ma
             call(lease, make_group(3, 3, 1))
     with pytest.raises(LeaseLost, match="ordinal 50 was never issued"):
         ledger.put(Lease(50, "x", 0.0, 0), make_group(50, 0))
-    assert ledger.put_many([(lease, make_group(2, 2, 1)), (other, make_group(3, 3, 1))]) == [True, True]
+    assert [ledger.put(lease, make_group(2, 2, 1)), ledger.put(other, make_group(3, 3, 1))] == [True, True]
 
 
 def test_bad_calls_are_refused(open_ledger: Open) -> None:

@@ -7,7 +7,9 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,10 @@ import pytest
 from miles.buffer.ledger import Ledger, LedgerReader
 from miles.buffer.reading import StepStats
 from miles.buffer.segments import Segments
-from miles.buffer.store import LedgerSettings
+from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
-from miles.errors import ConfigError, ExperienceError, RunDirError
-from miles.types import Group
+from miles.errors import ConfigError, ExperienceError, GroupRefused, RunDirError
+from miles.types import Group, Lease
 
 Open = Callable[..., Ledger]
 Fill = Callable[..., list[int]]
@@ -39,8 +41,8 @@ def test_importing_the_buffer_loads_no_torch() -> None:
 
 def test_a_commit_is_synced_before_it_is_acknowledged(open_ledger: Open) -> None:
     db = open_ledger()._store.db
-    assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
-    assert db.execute("PRAGMA synchronous").fetchone()[0] == 2  # FULL
+    assert db.query("PRAGMA journal_mode")[0][0] == "wal"
+    assert db.query("PRAGMA synchronous")[0][0] == 2  # FULL
 
 
 def test_the_file_opens_as_plain_sqlite(open_ledger: Open, fill: Fill, tmp_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_the_file_opens_as_plain_sqlite(open_ledger: Open, fill: Fill, tmp_path:
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         rows = db.execute("SELECT step, pos, ordinal FROM manifest ORDER BY step, pos").fetchall()
     db.close()
-    assert tables == {"run", "prompt", "grp", "manifest", "step", "dropped", "event"}
+    assert tables == {"run", "prompt", "grp", "manifest", "step", "dropped", "quarantine", "caller", "event"}
     assert rows == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
 
 
@@ -112,7 +114,7 @@ def test_another_schema_version_is_refused(open_ledger: Open, tmp_path: Path) ->
     db = sqlite3.connect(tmp_path / "ledger.sqlite")
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(RunDirError, match="has schema version 99, this version of Miles uses 1"):
+    with pytest.raises(RunDirError, match="has schema version 99, this version of Miles uses 2"):
         open_ledger(resume=True)
 
 
@@ -157,7 +159,7 @@ def test_groups_come_back_inline_and_from_segments(
     ledger = open_ledger(4, inline_bytes=2000, segment_bytes=5000)
     leases = ledger.lease(4, "w", 60.0)
     groups = [make_group(ordinal, ordinal, length=length) for ordinal, length in enumerate((3, 300, 4, 301))]
-    assert ledger.put_many(list(zip(leases, groups, strict=True))) == [True] * 4
+    assert [ledger.put(lease, group) for lease, group in zip(leases, groups, strict=True)] == [True] * 4
     inline = [
         row["segment"] is None for row in ledger._store.all("SELECT segment FROM grp WHERE run = ? ORDER BY ordinal")
     ]
@@ -184,24 +186,69 @@ def test_a_group_whose_bytes_cannot_be_synced_is_not_stored(
 
     ledger = open_ledger(2, inline_bytes=100)
     first, second = ledger.lease(2, "w", 60.0)
-    whole, ledger._store.segments = ledger._store.segments, Unsynced(tmp_path / "segments")
+    whole, ledger._store.payloads = ledger._store.payloads, Unsynced(tmp_path / "segments")
     for call in (lambda: ledger.put(first, make_group(0, 0)), lambda: ledger.drop(second, "short", make_group(1, 1))):
         with pytest.raises(ExperienceError, match=r"\(Input/output error\): nothing that it had acknowledged is lost"):
             call()
-    assert ledger._store.segments.fired == 2
+    assert ledger._store.payloads.fired == 2
     assert (ledger.stats().leased, ledger.stats().ready, ledger.stats().dropped) == (2, 0, 0)
-    ledger._store.segments.close()
-    ledger._store.segments = whole
+    ledger._store.payloads.close()
+    ledger._store.payloads = whole
     assert ledger.put(first, make_group(0, 0)) is True
     assert ledger.group(0) == make_group(0, 0)
 
 
-def test_put_many_is_all_or_nothing(open_ledger: Open, make_group: Callable[..., Group]) -> None:
-    ledger = open_ledger(3)
-    first, second, _ = ledger.lease(3, "w", 60.0)
-    with pytest.raises(ExperienceError, match="stands for row 1"):
-        ledger.put_many([(first, make_group(0, 0)), (second, make_group(1, 7))])
+def test_threads_share_commits_and_one_that_is_refused_hinders_no_other(
+    open_ledger: Open, make_group: Callable[..., Group]
+) -> None:
+    ledger = open_ledger(16)
+    commits = 0
+    commit = ledger._store.db.commit
+
+    def slow_commit() -> None:
+        nonlocal commits
+        commits += 1
+        time.sleep(0.02)
+        commit()
+
+    leases = ledger.lease(16, "w", 60.0)
+    ledger._store.db.commit = slow_commit  # type: ignore[method-assign]
+
+    def put(lease: Lease) -> object:
+        try:
+            return ledger.put(lease, make_group(lease.ordinal, lease.ordinal if lease.ordinal % 4 else 99))
+        except GroupRefused as refused:
+            return refused.reason
+
+    with ThreadPoolExecutor(16) as threads:
+        outcomes = list(threads.map(put, leases))
+    assert outcomes == ["row", True, True, True] * 4
+    assert commits < 16  # 12 groups and 4 rows of the quarantine would be 20, one by one
+    assert (ledger.stats().ready, ledger.stats().refused) == (12, 4)
+    assert [group.ordinal for group in map(ledger.group, range(1, 4))] == [1, 2, 3]
+
+
+def test_a_failing_commit_is_an_error_to_all_who_share_it(open_ledger: Open, make_group: Callable[..., Group]) -> None:
+    ledger = open_ledger(4)
+    leases = ledger.lease(4, "w", 60.0)
+    commit = ledger._store.db.commit
+
+    def failing() -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    def put(lease: Lease) -> object:
+        try:
+            return ledger.put(lease, make_group(lease.ordinal, lease.ordinal))
+        except ExperienceError as error:
+            return str(error)
+
+    ledger._store.db.commit = failing  # type: ignore[method-assign]
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = list(threads.map(put, leases))
+    assert all("disk I/O error" in str(outcome) for outcome in outcomes)
+    ledger._store.db.commit = commit  # type: ignore[method-assign]
     assert ledger.stats().ready == 0
+    assert [put(lease) for lease in leases] == [True] * 4
 
 
 def test_a_reader_beside_a_writer_and_of_a_dead_run(open_ledger: Open, fill: Fill, tmp_path: Path) -> None:
@@ -220,8 +267,8 @@ def test_a_reader_beside_a_writer_and_of_a_dead_run(open_ledger: Open, fill: Fil
         reader.groups(9)
     with pytest.raises(ExperienceError, match="holds no group for ordinal 99"):
         reader.group(99)
-    with pytest.raises(ExperienceError, match="readonly"), reader._store.transaction():
-        reader._store.event(0.0, "kind", {})
+    with pytest.raises(ExperienceError, match="readonly"):
+        reader._store.write(lambda: reader._store.event(0.0, "kind", {}))
     ledger.close()
     assert reader.stats().trained == 6
     reader.close()
@@ -307,7 +354,8 @@ def test_a_manifest_cannot_be_changed_and_an_altered_chain_is_found(open_ledger:
     ):
         with pytest.raises(sqlite3.IntegrityError, match="never changes"):
             db.execute(statement)
-    db.execute("UPDATE grp SET hash = 'other' WHERE ordinal = 2")
+    db.execute("DROP TRIGGER manifest_is_immutable")
+    db.execute("UPDATE manifest SET hash = 'other' WHERE ordinal = 2")
     with pytest.raises(ExperienceError, match=r"the manifest of step 1 in .* was altered"):
         ledger.verify()
 

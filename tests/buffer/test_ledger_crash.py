@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from miles.buffer.ledger import Ledger, LedgerReader
-from miles.buffer.store import LedgerSettings
+from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 
 CHILD = Path(__file__).with_name("crash_child.py")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,10 +20,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from miles.buffer.ledger import Ledger
-from miles.buffer.store import LedgerSettings
+from miles.buffer.ledger import Ledger, restore
+from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
-from miles.errors import BufferClosed, LeaseLost, NothingToTrain
+from miles.errors import BufferClosed, GroupRefused, LeaseLost, NothingToTrain
 from miles.types import Group, Lease
 
 MEMORY = Path("/dev/shm")
@@ -185,11 +187,60 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(1, 5))
     def replay(self, back: int) -> None:
-        target = max(self.version - back, 0)
+        target = max(self.version - back, self.ledger.stats().replayable_from)
         self.ledger.rewind(target)
         for version in range(target, self.version):
             assert self.ledger.create(version) == self.manifests[version]
             self.ledger.advance(version + 1)
+
+    @precondition(lambda self: self.version > 0)
+    @rule(back=st.integers(1, 2))
+    def resample(self, back: int) -> None:
+        """The weights after a version are gone: what they led to is void, and the same prompts are sampled again."""
+        target = max(self.version - back, self.ledger.stats().committed)
+        if target == self.version:
+            return
+        self.ledger.rewind(target, "resample")
+        kept = {ordinal for step in range(target) for ordinal in self.manifests[step]}
+        self.manifests = {step: self.manifests[step] for step in range(target)}
+        self.acknowledged = {ordinal: group for ordinal, group in self.acknowledged.items() if ordinal in kept}
+        self.lost += self.held
+        self.held = []
+        self.version, self.over = target, False
+        assert self.ledger.stats().trained == len(kept)
+
+    @precondition(lambda self: self.version > 0)
+    @rule(back=st.integers(0, 2))
+    def commit(self, back: int) -> None:
+        self.ledger.commit(max(self.version - back, 0), "checkpoint")
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def spoil(self, data: st.DataObject) -> None:
+        """A group of another row is refused, and nothing but the count of refusals changes."""
+        lease = data.draw(st.sampled_from(self.held))
+        before = self.ledger.stats()
+        group = dataclasses.replace(self.group(lease, lease.min_version), row=10**6)
+        with pytest.raises((GroupRefused, LeaseLost)):
+            self.ledger.put(lease, group)
+        after = dataclasses.replace(self.ledger.stats(), refused=before.refused)
+        assert after == before
+
+    @rule()
+    def lose_the_disk(self) -> None:
+        """The ledger is made again from a snapshot of this moment, and the learner goes on from where it stands."""
+        saved = b"".join(self.ledger.snapshot())
+        self.ledger.close()
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
+        restore(self.folder, saved)
+        self.open(resume=True)
+        self.ledger.rewind(self.version, "resample")
+        self.manifests = {step: self.manifests[step] for step in range(self.version)}
+        self.acknowledged.clear()
+        self.lost += self.held
+        self.held, self.over = [], False
+        assert self.ledger.stats().trained == sum(map(len, self.manifests.values()))
 
     @invariant()
     def nothing_is_lost_and_nothing_is_twice(self) -> None:
@@ -197,7 +248,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         stats = self.ledger.stats()
         assert stats.issued == stats.trained + stats.dropped + stats.pending + stats.leased + stats.ready
-        assert stats.pending + stats.leased + stats.ready <= stats.capacity
+        assert stats.leased + stats.ready <= stats.capacity
         placed = [ordinal for step in range(stats.next_step) for ordinal in self.ledger.manifest(step)]
         assert len(placed) == len(set(placed))
         for step, ordinals in self.manifests.items():

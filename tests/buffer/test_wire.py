@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.buffer.wire import SCHEMA, GroupRefused, decode_group, digest_of, encode_group
+from miles.buffer.wire import SCHEMA, decode_group, digest_of, encode_group
+from miles.errors import GroupRefused
 from miles.types import Group, Sample, Segment
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
