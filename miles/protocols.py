@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from miles.types import Completion, FinishedGroup, Group, Lease, PolicyUpdate, Sample, Sampling
 
@@ -68,6 +68,18 @@ class ExperienceSource(Protocol):
         """Every group that finished for this step, in ordinal order, dropped ones too."""
         ...
 
+    def group(self, ordinal: int) -> Group:
+        """One finished group; of a dropped one where its samples were kept. Raises ExperienceError."""
+        ...
+
+    def short(self, version: int) -> str | None:
+        """Why the manifest of `version` holds fewer groups than a step asks for; None where it is full."""
+        ...
+
+    def snapshot(self) -> bytes:
+        """The ledger without its groups: what a checkpoint keeps, so that a lost buffer can be made again."""
+        ...
+
     def advance(self, version: int) -> None:
         """The learner holds `version` now: the groups of the manifests before it are trained."""
         ...
@@ -76,8 +88,8 @@ class ExperienceSource(Protocol):
         """`checkpoint` at `version` is the oldest one kept: what lies below it may be deleted."""
         ...
 
-    def rewind(self, version: int) -> None:
-        """The learner starts again from `version` and will take the stored manifests from there."""
+    def rewind(self, version: int, mode: Literal["replay", "resample"] = "replay") -> None:
+        """The learner starts again from `version` and will take the stored manifests from there, or sample them again."""
         ...
 
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from miles.buffer.ledger import Ledger
 from miles.buffer.rewinding import RewindMode
-from miles.buffer.snapshot import write_file
 from miles.errors import DiskFull, ExperienceError
 from miles.types import FinishedGroup, Group, Lease
 
@@ -127,9 +126,9 @@ class EmbeddedBuffer:
         """The learner starts again from `version` and will take the stored manifests from there, or sample them again."""
         self.ledger.rewind(version, mode)
 
-    def save_snapshot(self, path: Path) -> None:
-        """Write the ledger without its groups to a file: a checkpoint's part of the buffer. Raises OSError."""
-        write_file(self.ledger.snapshot(), path)
+    def snapshot(self) -> bytes:
+        """The ledger without its groups: a checkpoint's part of the buffer, `miles.buffer.ledger.restore` reads it."""
+        return b"".join(self.ledger.snapshot())
 
     def close(self) -> None:
         self.ledger.close()

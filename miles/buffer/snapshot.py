@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -66,15 +65,6 @@ def _pages(store: Store, table: str, select: str) -> Iterator[Sequence[Any]]:
     last = store.value(f"SELECT max({key}) FROM {table} WHERE run = ?")
     for first in range(0, -1 if last is None else last + 1, PAGE):
         yield store.all(f"{select} AND {key} >= ? AND {key} < ? ORDER BY {key}", first, first + PAGE)
-
-
-def write_file(pieces: Iterator[bytes], path: Path) -> None:
-    """Write a snapshot and force it to the disk. Raises OSError."""
-    with path.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def load(store: Store, file: BinaryIO) -> None:

@@ -127,6 +127,12 @@ class Buffer(Section):
     """Times a prompt is tried before it is dropped as dead."""
     lease_s: PositiveFloat = 600.0
     """Seconds a collector may hold a prompt without a sign of progress."""
+    keep: Literal["all", "checkpoints"] = "all"
+    """Which groups stay stored: all, so that the whole run can be replayed, or those that the oldest kept checkpoint still needs."""
+    max_refused: UnitFloat = 0.05
+    """Part of the groups that may be refused as unfit to train on (not finite, too old, cut) before the run is aborted; the first 19 never abort it."""
+    min_free_mb: NonNegativeInt = 64
+    """MiB that stay free on the buffer's disk: below it nothing is leased or stored, and collecting goes on by itself when there is space again."""
 
 
 class Correction(Section):

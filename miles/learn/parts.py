@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Snapshot:
     tensors: Mapping[str, Mapping[str, Part]]
     state: Mapping[str, Any]
     own: Mapping[str, Any]
+    files: Mapping[str, bytes] = field(default_factory=dict)  # further files of rank 0
 
     @property
     def bytes(self) -> int:
@@ -46,7 +47,7 @@ class Snapshot:
 
 def snapshot(
     version: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], own: Mapping[str, Any],
-    rank: int, *, copy: bool = False,
+    rank: int, *, copy: bool = False, files: Mapping[str, bytes] | None = None,
 ) -> Snapshot:  # fmt: skip
     """What rank `rank` is to write; with `copy` from host memory of its own, so that training may go on meanwhile.
 
@@ -59,7 +60,7 @@ def snapshot(
         group: {name: part_of(tensor, rank, copy=copy) for name, tensor in named.items()}
         for group, named in tensors.items()
     }
-    return Snapshot(version, parts, state, own)
+    return Snapshot(version, parts, state, own, files or {})
 
 
 def write(root: Path, part: Snapshot, channel: Channel) -> Path:
@@ -130,6 +131,8 @@ def _complete(partial: Path, target: Path, part: Snapshot, reports: Sequence[Map
         index = {"ranks": len(reports), "tensors": index_of([report["entries"] for report in reports])}
         (partial / INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
         (partial / STATE).write_text(json.dumps(part.state) + "\n", encoding="utf-8")
+        for name, content in part.files.items():
+            (partial / name).write_bytes(content)
         known = {name: entry for report in reports for name, entry in report["prints"].items()}
         folders.seal(partial, MANIFEST, known, format=FORMAT, version=part.version)
         replace(partial, target)

@@ -15,6 +15,7 @@ from miles.learn.parts import Snapshot, snapshot, write
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 Json = Mapping[str, Any]
+Files = Mapping[str, bytes]
 
 
 class Writer:
@@ -27,19 +28,21 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, "miles-checkpoint")
         self._running: Future[Path] | None = None
 
-    def save(self, version: int, tensors: Tensors, state: Json, own: Json) -> Path:
+    def save(self, version: int, tensors: Tensors, state: Json, own: Json, files: Files | None = None) -> Path:
         """Write a checkpoint, see `checkpoint.save`, prune the older ones, and return the oldest that is kept.
+
+        `files`: contents of further files, by name.
 
         Raises CheckpointError, also for what the save before has failed with.
         """
-        self._start(version, tensors, state, own, copy=False)
+        self._start(version, tensors, state, own, files, copy=False)
         path = self.wait()
         assert path is not None
         return path
 
-    def start(self, version: int, tensors: Tensors, state: Json, own: Json) -> None:
+    def start(self, version: int, tensors: Tensors, state: Json, own: Json, files: Files | None = None) -> None:
         """The same from a copy in host memory, while training goes on; `wait` or `finished` tell how it ended."""
-        self._start(version, tensors, state, own, copy=True)
+        self._start(version, tensors, state, own, files, copy=True)
 
     def wait(self) -> Path | None:
         """Until the save that was started is whole; what `save` returns, once. Raises CheckpointError."""
@@ -50,9 +53,11 @@ class Writer:
         """As `wait` for a save that has ended; None while one is under way."""
         return self.wait() if self._running is not None and self._running.done() else None
 
-    def _start(self, version: int, tensors: Tensors, state: Json, own: Json, *, copy: bool) -> None:
+    def _start(
+        self, version: int, tensors: Tensors, state: Json, own: Json, files: Files | None, *, copy: bool
+    ) -> None:
         self.wait()
-        part = snapshot(version, tensors, state, own, self._channel.rank, copy=copy)
+        part = snapshot(version, tensors, state, own, self._channel.rank, copy=copy, files=files)
         self._running = self._pool.submit(self._write, part)
 
     def _write(self, part: Snapshot) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from miles.algo import AlgorithmRow
 from miles.config import schema
-from miles.errors import EpisodeError, LeaseLost, RewardError
+from miles.errors import EpisodeError, GroupRefused, LeaseLost, RewardError
 from miles.protocols import ExperienceSink
 from miles.rollout.episode import Episodes
 from miles.rollout.filters import ERROR, drop_reason
@@ -122,8 +122,10 @@ class Collector:
         except LeaseLost as error:
             log.warning("ordinal %d now belongs to another collector: %s", lease.ordinal, error)
             return False
-        finally:
-            self._failures.pop(lease.ordinal, None)
+        except GroupRefused as error:  # the buffer has counted it; where it keeps happening, it stops the run
+            await self._failed(lease, error)
+            return False
+        self._failures.pop(lease.ordinal, None)
         return reason is None
 
     async def _group(self, lease: Lease) -> Group:
@@ -140,7 +142,7 @@ class Collector:
         self._progress.set()
         return group
 
-    async def _failed(self, lease: Lease, error: RewardError | EpisodeError) -> None:
+    async def _failed(self, lease: Lease, error: RewardError | EpisodeError | GroupRefused) -> None:
         self._failures[lease.ordinal] += 1
         attempts, most = self._failures[lease.ordinal], self._recipe.buffer.max_attempts
         log.warning("ordinal %d, attempt %d of %d: %s", lease.ordinal, attempts, most, error)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from miles.buffer.embedded import EmbeddedBuffer
 from miles.buffer.manifests import AT_DROP_LIMIT, AT_STREAM_END
+from miles.buffer.snapshot import SNAPSHOT_NAME
 from miles.config.schema import Recipe
 from miles.learn import checkpoint
 from miles.learn.export import read_marker, save_trained
@@ -124,6 +125,7 @@ class RunKeeper:
                 tensors,
                 {"learner": state, "run": self.identity},
                 {"random": random_state()},
+                {SNAPSHOT_NAME: self.buffer.snapshot()},
             )
             if beside:
                 self.writer.start(*content)
@@ -182,12 +184,12 @@ class RunKeeper:
 
     def _record_samples(self, step: int, finished: Sequence[FinishedGroup]) -> list[tuple[Group, str | None]]:
         """The groups themselves, each with why it was dropped, or None."""
-        groups = [(self.buffer.ledger.group(done.ordinal), done.reason) for done in finished if done.lengths]
+        groups = [(self.buffer.group(done.ordinal), done.reason) for done in finished if done.lengths]
         self.recorder.samples(step, groups)
         return groups
 
     def _tell_short(self, step: int) -> None:
-        why = self.buffer.ledger.short(step)
+        why = self.buffer.short(step)
         if why is not None and why not in self._told_short:
             self._told_short.add(why)
             log.warning(

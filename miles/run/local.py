@@ -18,10 +18,19 @@ from miles.algo import AlgorithmRow
 from miles.algo.rehearsal import rehearse
 from miles.buffer.embedded import EmbeddedBuffer
 from miles.buffer.ledger import Ledger
+from miles.buffer.rewinding import RewindMode
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.config.schema import Recipe
-from miles.errors import ConfigError, EngineError, EpisodeError, NothingToTrain, RewardError, TrainingAborted
+from miles.errors import (
+    ConfigError,
+    EngineError,
+    EpisodeError,
+    NothingToTrain,
+    PoisonedData,
+    RewardError,
+    TrainingAborted,
+)
 from miles.learn.adapters import target_paths
 from miles.learn.export import check_target
 from miles.learn.learner import Learner
@@ -41,12 +50,12 @@ from miles.run.interrupts import Interrupted, Interrupts
 from miles.run.keeper import BEST, FINAL, RunKeeper
 from miles.run.logs import logs_to
 from miles.run.prepare import Inputs
-from miles.run.resume import CHECKPOINTS, DATA, check_resumable, lost_rows, restore
+from miles.run.resume import CHECKPOINTS, DATA, check_resumable, lost_rows, restore, restore_ledger
 from miles.run.rundir import begin_run_dir, check_run_dir, fixed_hash, write_config
 
 log = logging.getLogger(__name__)
 
-FAILED_OUTSIDE_OF_UPDATES = (RewardError, EpisodeError, EngineError, NothingToTrain)
+FAILED_OUTSIDE_OF_UPDATES = (RewardError, EpisodeError, EngineError, NothingToTrain, PoisonedData)
 """What collecting and evaluating raise: the learner stands between two steps then."""
 
 
@@ -125,6 +134,7 @@ class LocalLauncher:
             episodes = Episodes(
                 inputs.environment, self._rollouts.engine, inputs.rewards, inputs.sampling, inputs.renderer.text
             )
+            lost = self.resume and restore_ledger(self.run_dir)
             ledger = Ledger(self.run_dir, self._settings(model), stream, identity, resume=self.resume)
             stack.callback(ledger.close)
             loop = stack.enter_context(Coroutines(interrupts))
@@ -133,7 +143,7 @@ class LocalLauncher:
             recorder = Recorder(self.run_dir, (), recipe.log.samples_per_step)
             stack.callback(recorder.close)
             if self.resume:
-                self._go_back(buffer, recorder, learner.version)
+                self._go_back(buffer, recorder, learner.version, "resample" if lost else "replay")
             for sink in open_sinks(recipe.log, self.run_dir, learner.version, recipe.model_dump(mode="json")):
                 recorder.add_sink(sink)
             self._show_start(start, learner.version)
@@ -154,9 +164,9 @@ class LocalLauncher:
                 saved,
             )
 
-    def _go_back(self, buffer: EmbeddedBuffer, recorder: Recorder, version: int) -> None:
+    def _go_back(self, buffer: EmbeddedBuffer, recorder: Recorder, version: int, mode: RewindMode) -> None:
         """Bring everything in the run directory to `version`, and say what is not as a reader would expect."""
-        buffer.rewind(version)
+        buffer.rewind(version, mode)
         recorder.rewind(version)
         write_config(self.run_dir, self.recipe)
         if version == 0:
@@ -171,7 +181,8 @@ class LocalLauncher:
         recipe = self.recipe
         return LedgerSettings(
             groups_per_step=recipe.algorithm.groups_per_step, max_staleness=recipe.buffer.max_staleness,
-            max_attempts=recipe.buffer.max_attempts, max_dropped=recipe.rollout.max_dropped,
+            max_attempts=recipe.buffer.max_attempts, max_dropped=recipe.rollout.max_dropped, keep=recipe.buffer.keep,
+            max_refused=recipe.buffer.max_refused, min_free_bytes=recipe.buffer.min_free_mb << 20,
             group_size=recipe.rollout.group_size, vocabulary=model.config.get_text_config().vocab_size,
         )  # fmt: skip
 

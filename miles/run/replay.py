@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from miles.buffer.ledger import LedgerReader
+from miles.buffer.rewinding import RewindMode
 from miles.errors import BufferClosed, RunDirError, TrainingAborted
 from miles.learn import checkpoint
 from miles.learn.export import check_target, export
@@ -76,8 +77,17 @@ class LedgerSource:
     def commit(self, version: int, checkpoint: Path) -> None:
         """Nothing is written."""
 
-    def rewind(self, version: int) -> None:
+    def rewind(self, version: int, mode: RewindMode = "replay") -> None:
         """Nothing is written."""
+
+    def group(self, ordinal: int) -> Group:
+        return self.reader.group(ordinal)
+
+    def short(self, version: int) -> str | None:
+        return self.reader.short(version)
+
+    def snapshot(self) -> bytes:
+        return b"".join(self.reader.snapshot())
 
 
 class NoPublisher:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from miles.buffer.ledger import LedgerReader
+from miles.buffer.ledger import restore as restore_from
 from miles.buffer.place import RunLock
 from miles.buffer.schema import LEDGER_NAME
+from miles.buffer.snapshot import SNAPSHOT_NAME
 from miles.errors import CheckpointError, RunDirError
 from miles.learn import checkpoint
 from miles.learn.learner import Learner
 from miles.learn.randomness import take_up
 from miles.observe.rows import METRICS_FILE, read_rows, step_rows, version_of
+
+log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 DATA = "training rows"
@@ -25,7 +30,7 @@ def check_resumable(run_dir: Path, data_hash: str) -> None:
     RunLock(run_dir).release()
     ledger = run_dir / LEDGER_NAME
     if not ledger.exists():
-        if any((run_dir / CHECKPOINTS).glob("step_*")):
+        if any((run_dir / CHECKPOINTS).glob("step_*")) and newest_snapshot(run_dir) is None:
             raise RunDirError(
                 f"--resume: {run_dir} has checkpoints but no {LEDGER_NAME}, which says what they were trained on: put it "
                 "back, or start a new run in another directory"
@@ -47,6 +52,26 @@ def check_resumable(run_dir: Path, data_hash: str) -> None:
             "eval.rows or eval.source, which take held-out rows out of it; put the rows and these keys back, or start a new "
             "run in another directory"
         )
+
+
+def newest_snapshot(run_dir: Path) -> Path | None:
+    """The ledger's snapshot in the newest whole checkpoint, where both exist."""
+    path = checkpoint.newest(run_dir / CHECKPOINTS)
+    return path / SNAPSHOT_NAME if path is not None and (path / SNAPSHOT_NAME).exists() else None
+
+
+def restore_ledger(run_dir: Path) -> bool:
+    """Make a lost ledger again from the newest checkpoint; False where it is there, or nothing to make it from."""
+    found = None if (run_dir / LEDGER_NAME).exists() else newest_snapshot(run_dir)
+    if found is None:
+        return False
+    restore_from(run_dir, found)
+    log.warning(
+        "%s was lost: it was made again from %s, and groups that are not trained are sampled again",
+        run_dir / LEDGER_NAME,
+        found,
+    )
+    return True
 
 
 def restore(run_dir: Path, learner: Learner, identity: Mapping[str, Any]) -> int:

@@ -35,7 +35,8 @@ def export_samples(run_dir: Path, kind: str, to: Path | None) -> int:
 
 def _rows_by_step(reader: LedgerReader) -> Iterator[list[dict[str, Any]]]:
     """One list of rows for each manifest, and one for what was dropped after the last."""
-    for step in range(reader.stats().next_step + 1):
+    stats = reader.stats()
+    for step in range(stats.replayable_from, stats.next_step + 1):
         groups = [(done, reader.group(done.ordinal)) for done in reader.finished(step) if done.lengths]
         yield [
             _row(step, done, group, index, sample)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from miles.buffer.ledger import LedgerReader
+from miles.learn import folders
 
 TWICE = {"learner.epochs": 2, "learner.minibatches": 2}
 HELD_OUT = {"data.source": "task:addition", "eval.rows": 4, "eval.samples": 2}
@@ -337,8 +338,26 @@ def test_lost_metrics_are_told(kept, lost, again, tools):
     assert tools.rows(again["run"])[-2]["step"] == 4
 
 
-def test_a_missing_ledger_is_an_error_before_anything_is_loaded(again):
+def test_a_lost_ledger_is_made_again_from_the_checkpoint(again):
     (again["run"] / "ledger.sqlite").unlink()
+    ended = again.train(resume=True, algorithm__steps=5, **KEYS)
+    assert ended.code == 0
+    assert "ledger.sqlite was lost: it was made again from" in ended.out
+    assert again.train("whole", algorithm__steps=5, **KEYS).code == 0
+    weights = [(again[name] / "final" / "model.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1]
+    reader = LedgerReader(again["run"])
+    assert (reader.verify(), reader.stats().replayable_from) == (5, 3)
+    reader.close()
+
+
+def test_a_lost_ledger_without_a_snapshot_is_an_error_before_anything_is_loaded(again):
+    (again["run"] / "ledger.sqlite").unlink()
+    for checkpoint in (again["run"] / "checkpoints").glob("step_*"):
+        (checkpoint / "ledger.snapshot").unlink()
+        content = json.loads((checkpoint / "manifest.json").read_text())
+        (checkpoint / "manifest.json").unlink()
+        folders.seal(checkpoint, "manifest.json", format=content["format"], version=content["version"])
     before = files(again["run"])
     ended = again.train(resume=True, algorithm__steps=4, **KEYS)
     assert ended.code == 2
