@@ -48,7 +48,7 @@ def comparable(row):
 
 
 def test_flex_attention_on_a_cpu_is_refused(groups):
-    with pytest.raises(ConfigError, match="learner.attention = 'flex', but the learner is on a CPU"):
+    with pytest.raises(ConfigError, match=r"learner\.attention = 'flex', but the learner is on a CPU"):
         learner(groups, learner__attention="flex")
 
 
