@@ -27,6 +27,7 @@ from miles.learn.parallel import free_gathered
 from miles.learn.probe import check_head, probe_packing
 from miles.learn.record import StepRecord
 from miles.learn.rows import Layout
+from miles.learn.shards import Stored
 from miles.learn.shares import shares
 from miles.learn.spmd import Ranks
 from miles.learn.step import Step, build_step, minibatches
@@ -56,16 +57,18 @@ class Learner:
         total_steps: int | None = None,
         objective: Objective | None = None,
         ranks: Ranks | None = None,
+        weights: Mapping[str, Stored] | None = None,
     ) -> None:
         """total_steps: of the run, for schedules; None: `algorithm.steps`. objective: None: the recipe's. ranks: None: all of
-        the default process group, each of which makes the same calls with the same groups.
+        the default process group, each of which makes the same calls with the same groups. weights: of a model on the meta
+        device (`load.open_model`), of which each rank reads its part.
 
         Raises ConfigError and ModelError for what cannot be trained exactly.
         """
         self.recipe, self.version = recipe, 0
         self.device = torch.device(device)
         self.ranks = Ranks.join(recipe.parallel, self.device) if ranks is None else ranks
-        self.model = model.to(self.device, torch.float32).eval()
+        self.model = (model if weights is not None else model.to(self.device, torch.float32)).eval()
         self.canary_ids: Sequence[int] | None = None  # scored at each version, for engines to be compared with
         self.objective = Objective.build(recipe) if objective is None else objective
         self.beta = self.objective.beta
@@ -78,6 +81,8 @@ class Learner:
         self._blocks = Blocks(self.roles.trunks, recipe.learner)
         if self.ranks.mesh is not None:
             self.roles.shard(self.ranks.mesh)
+        if weights is not None:
+            self.roles.fill(weights, self.device)
         steps = recipe.algorithm.steps if total_steps is None else total_steps
         self._updates_per_step = recipe.learner.epochs * recipe.learner.minibatches
         total = None if steps is None else steps * self._updates_per_step

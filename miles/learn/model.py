@@ -22,6 +22,7 @@ from miles.learn.critic import Critic, frozen_copy, load_weights, weights_of
 from miles.learn.forward import Compute, policy_logprobs
 from miles.learn.onebase import AdapterRoles
 from miles.learn.parallel import parallelize
+from miles.learn.stream import fill, fill_critic, with_memory
 from miles.types import Batch
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from miles.algo.build import Objective
     from miles.config.schema import Recipe
+    from miles.learn.shards import Stored
 
 Role = Literal["actor", "critic", "ref", "ref_critic"]
 
@@ -70,6 +72,10 @@ class Roles(Protocol):
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Spreads the weights over the mesh, before optimizers are made of them."""
+        ...
+
+    def fill(self, weights: Mapping[str, Stored], device: torch.device) -> None:
+        """Gives models without memory theirs, and each rank's part of the weights they start from."""
         ...
 
     def renew_reference(self) -> None:
@@ -146,6 +152,13 @@ class SeparateModels:
         for critic in self.critics.values():
             parallelize(critic, critic.trunk, mesh, dtype=self._compute.dtype)
         self._compute = replace(self._compute, dtype=torch.float32)  # blocks are gathered in their type: no autocast
+
+    def fill(self, weights: Mapping[str, Stored], device: torch.device) -> None:
+        for policy in self.policies.values():
+            with_memory(policy, policy.model, device)
+            fill(policy.model, weights)
+        for critic in self.critics.values():
+            fill_critic(critic, self.actor, weights, device)
 
     def renew_reference(self) -> None:
         load_weights(self.policies["ref"].model, weights_of(self.actor))

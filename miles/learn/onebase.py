@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from miles.learn.adapters import adapter_parameters, attach, copy_adapter, load_parameters
-from miles.learn.critic import Critic, load_weights, token_values, value_head, weights_of
+from miles.learn.adapters import adapter_parameters, attach, copy_adapter, load_parameters, name_in_base, start
+from miles.learn.critic import Critic, load_weights, token_values, value_head, weights_of, zero
 from miles.learn.forward import Compute, policy_logprobs
 from miles.learn.parallel import parallelize
+from miles.learn.stream import fill, fill_critic, with_memory
 from miles.types import Batch
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from miles.algo.build import Objective
     from miles.config.schema import Recipe
     from miles.learn.model import Role
+    from miles.learn.shards import Stored
 
 
 class OneBase(nn.Module):
@@ -59,6 +61,7 @@ class AdapterRoles:
                 parameter.data = parameter.data.to(compute.dtype)
         # The base is stored in the type that it computes in; autocast would cast adapters and heads as well.
         self._stored_type = replace(compute, dtype=torch.float32)
+        self._adapters, self._seed = names, recipe.run.seed
         self._switch = attach(model, names, recipe.lora, recipe.run.seed)
         self.root = OneBase(model, {"critic": value_head(model)} if own_critic else {})
         for parameter in adapter_parameters(model, "ref").values():
@@ -101,6 +104,16 @@ class AdapterRoles:
         if self._full_critic is not None:
             parallelize(self._full_critic, self._full_critic.trunk, mesh, dtype=self._compute.dtype)
             self._compute = self._stored_type
+
+    def fill(self, weights: Mapping[str, Stored], device: torch.device) -> None:
+        with_memory(self.root, self.actor, device)
+        fill(self.actor, weights, name_in_base)
+        for name in self._adapters:
+            start(self.actor, name, self._seed)
+        for head in self.root.heads.values():
+            zero(head)
+        if self._full_critic is not None:
+            fill_critic(self._full_critic, self.actor, weights, device)
 
     def renew_reference(self) -> None:
         copy_adapter(self.actor, "actor", "ref")

@@ -61,7 +61,12 @@ def probe_packing(model: PreTrainedModel) -> Packing:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Compares our logits with the model's own on a few tokens. Raises ModelError where they differ."""
+    """Compares our logits with the model's own on a few tokens; those of a small copy where the model has no memory yet.
+
+    Raises ModelError where they differ.
+    """
+    if next(model.parameters()).is_meta:
+        model = _small_copy(model, Attention.of(model.config.get_text_config()), shrink=True)
     device = next(model.parameters()).device
     size = model.get_output_embeddings().weight.shape[0]
     ids = torch.arange(min(8, size), device=device)[None]
