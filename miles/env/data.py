@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from miles.config import schema
-from miles.config.names import DATA_SUFFIXES, is_hub_id
+from miles.config.names import DATA_SUFFIXES, is_hub_id, is_text, stands
 from miles.errors import DataError, in_words
 
 if TYPE_CHECKING:
@@ -85,11 +85,10 @@ def fresh(value: Any) -> Any:
 
 def not_text(text: str) -> str | None:
     """What is wrong with a string that holds half a character, as `\\ud800` alone; no tokenizer and no file takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"holds half a character ({text[error.start]!a} at place {error.start}); remove it"
-    return None
+    if is_text(text):
+        return None
+    place, half = next((i, c) for i, c in enumerate(text) if not is_text(c))
+    return f"holds half a character ({half!a} at place {place}); remove it"
 
 
 def load_rows(
@@ -110,7 +109,10 @@ def load_rows(
         found, source = iter(task.rows(seed).train), f"task:{task.name}"
     else:
         found, source = _open(section.source, section.split, key), section.source
-    kept = tuple(itertools.islice(found, section.max_rows))
+    try:
+        kept = tuple(itertools.islice(found, section.max_rows))
+    except OSError as error:
+        raise DataError(f"{key}: {source} cannot be read ({error.strerror or error}); make it readable") from error
     if not kept:
         raise DataError(f"{source} has no rows; {key} must name at least one prompt")
     _check_prompts(kept, source, section.prompt_column)
@@ -123,9 +125,10 @@ def _open(source: str, split: str, key: str) -> Iterator[Mapping[str, Any]]:
             f"{key} is empty: name a .jsonl, .parquet or .csv file, a hub id or task:NAME, or give rows from Python"
         )
     path = Path(source).expanduser()
-    if path.suffix in DATA_SUFFIXES or path.exists():
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else f"does not exist (looked from {Path.cwd()})"
+    if path.suffix in DATA_SUFFIXES or stands(path):
+        if not stands(path) or not path.is_file():
+            here = "is no file" if stands(path) else f"does not exist (looked from {Path.cwd()})"
+            what = "is a folder" if stands(path) and path.is_dir() else here
             raise DataError(f"{key}: {source} {what}; name a .jsonl, .parquet or .csv file")
         readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
         if path.suffix not in readers:

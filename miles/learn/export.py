@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from miles.config.names import is_text
 from miles.errors import BadInput, CheckpointError
 from miles.learn import folders
 from miles.learn.adapters import layers_of, peft_config, peft_tensors
@@ -118,7 +119,9 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
 
 
 def check_target(directory: Path) -> None:
-    """Raise BadInput when an export to `directory` would lose something of the user's."""
+    """Raise BadInput when an export to `directory` would lose something of the user's, or cannot be written."""
+    if not is_text(str(directory)):
+        raise BadInput(f"cannot export to {str(directory)!a}: the name is not UTF-8. Choose another folder.")
     if directory.is_dir() and not any(directory.iterdir()):
         return
     if directory.is_dir() and (directory / MARKER).is_file():

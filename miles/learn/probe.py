@@ -74,6 +74,11 @@ def check_head(model: PreTrainedModel) -> None:
         expected = model(input_ids=ids, use_cache=False).logits[0].float()
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
         found = head_of(model, 1.0, len(ids[0])).logits(hidden)
+    if not expected.isfinite().all():
+        raise ModelError(
+            f"the weights of {type(model).__name__} give logits that are NaN or infinite, so nothing can be sampled or learnt: "
+            "the files are damaged, or the run that wrote them went wrong; take an older model."
+        )
     difference = (found - expected).abs().max().item() / max(1.0, expected.abs().max().item())
     if not difference <= TOLERANCE:
         raise ModelError(

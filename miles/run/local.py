@@ -48,7 +48,7 @@ from miles.run.coroutines import Coroutines
 from miles.run.engines import open_rollouts
 from miles.run.interrupts import Interrupted, Interrupts
 from miles.run.keeper import BEST, FINAL, RunKeeper
-from miles.run.logs import logs_to
+from miles.run.logs import logs_to, said
 from miles.run.prepare import Inputs
 from miles.run.resume import CHECKPOINTS, DATA, check_resumable, lost_rows, restore, restore_ledger
 from miles.run.rundir import begin_run_dir, check_run_dir, fixed_hash, write_config
@@ -69,6 +69,9 @@ class LocalLauncher:
     run_dir: Path
     resume: bool
     view: LiveView
+
+    def __post_init__(self) -> None:
+        self._resumed: Path | None = None  # the checkpoint that the run goes on from
 
     def launch(self) -> int:
         self._check()
@@ -92,7 +95,8 @@ class LocalLauncher:
         for name in (FINAL, BEST):
             check_target(self.run_dir / name)
         if self.resume:
-            check_resumable(self.run_dir, self.inputs.data_hash)
+            with said(self.view.message):
+                self._resumed = check_resumable(self.run_dir, self.inputs.data_hash)
         device_of(self.recipe)
         rehearse(self.recipe, self.row)
 
@@ -120,7 +124,7 @@ class LocalLauncher:
         start = describe(model)
         learner = Learner(model, recipe, device=device_of(recipe), total_steps=total_steps(recipe, len(inputs.train)))
         identity = self._identity(start)
-        saved = restore(self.run_dir, learner, identity) if self.resume else -1
+        saved = -1 if self._resumed is None else restore(self._resumed, learner, identity)
         stream = PromptStream(
             len(inputs.train),
             recipe.run.seed,
