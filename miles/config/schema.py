@@ -274,9 +274,9 @@ class Publish(Section):
 class Run(Section):
     launcher: Literal["local"] = "local"
     """Who starts the roles: `local` runs all of them in this process."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=10**18)] = 0
     """Of everything random: data order, sampling, minibatches, random models."""
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of the learner and the engine. None: as many as the machine has cores; the resolved recipe holds the number."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives. auto: a GPU where there is one."""

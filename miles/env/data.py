@@ -127,7 +127,7 @@ def _open(source: str, split: str, key: str) -> Iterator[Mapping[str, Any]]:
     path = Path(source).expanduser()
     if path.suffix in DATA_SUFFIXES or stands(path):
         if not stands(path) or not path.is_file():
-            here = "is no file" if stands(path) else f"does not exist (looked from {Path.cwd()})"
+            here = "is no file" if stands(path) else f"does not exist, or may not be read (looked from {Path.cwd()})"
             what = "is a folder" if stands(path) and path.is_dir() else here
             raise DataError(f"{key}: {source} {what}; name a .jsonl, .parquet or .csv file")
         readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}

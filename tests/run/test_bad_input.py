@@ -37,6 +37,8 @@ LONG = {"prompt": "1 + " * 300, "answer": 1}
         ({"data__source": "task:ecco_digit"}, ["there is no task 'ecco_digit'; the nearest is 'echo_digit'"]),
         ({"algorithm__groups_per_step": 161}, ["algorithm.groups_per_step = 161 is more than the 160 rows", "at most 160"]),
         ({"algorithm__name": "grpoo"}, ['there is no algorithm "grpoo"; the nearest is "grpo"']),
+        ({"run__seed": 10**30}, ["run.seed = 1000", "must be an integer >= 0 and <= 1e+18"]),
+        ({"run__threads": 100_000}, ["run.threads = 100000", "must be an integer >= 1 and <= 1024"]),
         ({"model__name": "m" * 5000}, ["model.name = mmm", "does not exist"]),
         ({"data__source": "d" * 5000 + ".jsonl"}, ["data.source: ddd", "does not exist"]),
         ({"reward__functions": ["exact_mach"]}, ["reward.functions = exact_mach is not known", "exact_match"]),
