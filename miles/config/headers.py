@@ -13,7 +13,8 @@ from typing import Any
 from miles.config.names import PACKAGED_MODELS, TINY_FAMILIES, TINY_RANDOM, is_hub_id, split_reference, stands
 from miles.config.schema import Recipe
 
-NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+CLASSIFIER = "ForSequenceClassification"
+NOT_CAUSAL = ("ForMaskedLM", CLASSIFIER, "ForTokenClassification", "ForQuestionAnswering")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 
@@ -25,14 +26,23 @@ class Headers:
     facts: dict[str, str] = field(default_factory=dict)  # key of the recipe -> what stands there, for people
 
 
-def read_headers(recipe: Recipe, given: Collection[str] = (), known_rewards: Collection[str] | None = None) -> Headers:
-    """Looks at the model's folder and at the user's reward and environment.
+def read_headers(
+    recipe: Recipe,
+    given: Collection[str] = (),
+    known_rewards: Collection[str] | None = None,
+    *,
+    scorer: bool = False,
+) -> Headers:
+    """Looks at the folders of model and reward model, and at the user's reward and environment.
 
-    `given` names keys that Python objects replace; `known_rewards` are the built-in ones (None: not checked).
+    `given` names keys that Python objects replace; `known_rewards` are the built-in ones (None: not checked); `scorer`:
+    a sequence classifier may be trained too.
     """
     headers = Headers()
     if recipe.model.name and "model.name" not in given:
-        _model(recipe, headers)
+        _model(recipe, headers, scorer)
+    if recipe.reward.model is not None:
+        headers.problems += _reward_model(Path(recipe.reward.model).expanduser(), recipe.reward.model)
     if "reward.functions" not in given:
         for function in recipe.reward.functions:
             headers.problems += reference_problems("reward.functions", function, known_rewards)
@@ -41,7 +51,32 @@ def read_headers(recipe: Recipe, given: Collection[str] = (), known_rewards: Col
     return headers
 
 
-def _model(recipe: Recipe, headers: Headers) -> None:
+def _reward_model(folder: Path, name: str) -> Iterator[str]:
+    where = f"reward.model = {name}"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        what = "is no folder with a config.json" if isinstance(error, OSError) else "has a config.json that is no JSON"
+        yield f'{where} {what}: give the folder of a reward model, such as final/ of a run with algorithm.name = "reward_model".'
+        return
+    if not all(name.endswith(CLASSIFIER) for name in architectures(folder)):
+        yield f"{where} is a {architectures(folder)[0]}, which gives no score: give a sequence classifier with one label."
+    elif (labels := len(config.get("id2label") or {0: "", 1: ""})) != 1:
+        yield f"{where} has {labels} labels: a reward model has one, its score."
+    if not any(folder.glob("*.safetensors")):
+        yield f"{where} holds no .safetensors weights: convert them first, other formats are not read."
+
+
+def architectures(folder: Path) -> list[str]:
+    """Class names that the folder's config.json gives; none where there is no such file."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [str(name) for name in config.get("architectures") or []] if isinstance(config, dict) else []
+
+
+def _model(recipe: Recipe, headers: Headers, scorer: bool) -> None:
     name = recipe.model.name
     if name.startswith(TINY_RANDOM):
         if name.removeprefix(TINY_RANDOM).removesuffix("-untied") not in TINY_FAMILIES:
@@ -57,7 +92,7 @@ def _model(recipe: Recipe, headers: Headers) -> None:
             )
         headers.facts["model.name"] = f"from the package {module.replace('_', '-')}"
     elif stands(Path(name)):
-        _model_folder(Path(name).expanduser(), recipe, headers)
+        _model_folder(Path(name).expanduser(), recipe, headers, scorer)
     elif is_hub_id(name):
         headers.facts["model.name"] = "from the hub, or from its cache on this machine"
     else:
@@ -66,7 +101,7 @@ def _model(recipe: Recipe, headers: Headers) -> None:
         )
 
 
-def _model_folder(folder: Path, recipe: Recipe, headers: Headers) -> None:
+def _model_folder(folder: Path, recipe: Recipe, headers: Headers, scorer: bool) -> None:
     where = f"model.name = {recipe.model.name}"
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -89,9 +124,9 @@ def _model_folder(folder: Path, recipe: Recipe, headers: Headers) -> None:
     if not isinstance(model_type, str):
         headers.problems.append(f"{where}: its config.json has no model_type, so nothing says what the weights are.")
         return
-    architectures = [str(name) for name in config.get("architectures") or []]
-    if architectures and all(name.endswith(NOT_CAUSAL) for name in architectures):
-        headers.problems.append(f"{where} is a {architectures[0]}: give a causal language model.")
+    named = [name for name in architectures(folder) if not (scorer and name.endswith(CLASSIFIER))]
+    if named and all(name.endswith(NOT_CAUSAL) for name in named):
+        headers.problems.append(f"{where} is a {named[0]}: give a causal language model.")
     if not any(folder.glob("*.safetensors")):
         headers.problems.append(
             f"{where} holds no .safetensors weights: convert them first, other formats are not read."

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from miles.algo.build import Objective, gather, gather_tokens
+from miles.algo.metrics import Totals
 from miles.config.schema import Reward
 from miles.errors import TrainingAborted
 from miles.learn.adapters import merged_weights, peft_tensors
@@ -25,7 +26,7 @@ from miles.learn.optim import Optimizer, Schedule, Stepped, matching
 from miles.learn.pack import empty_batch, move, pack
 from miles.learn.parallel import free_gathered
 from miles.learn.probe import check_head, probe_packing
-from miles.learn.record import StepRecord
+from miles.learn.record import StepRecord, over_ranks
 from miles.learn.rows import Layout
 from miles.learn.shards import Stored
 from miles.learn.shares import shares
@@ -73,7 +74,8 @@ class Learner:
         self.objective = Objective.build(recipe) if objective is None else objective
         self.beta = self.objective.beta
         self.compute = Compute.of(recipe, self.model)
-        check_head(self.model)
+        if not self.objective.row.scorer:
+            check_head(self.model)
         self.layout = self._layout()
         if recipe.learner.attention == "flex":
             use_flex(self.model, self.device)
@@ -116,6 +118,19 @@ class Learner:
     def logprobs(self, step: Step, role: Role = "actor") -> Tensor:
         """[N] float32, of the policy as it is now, at the sampling temperature, in the order of the step's table."""
         return self._scored(step, lambda batch: self.roles.logprobs(role, batch, with_entropy=False)[0])
+
+    def measure(self, groups: Sequence[Group]) -> dict[str, float]:
+        """The loss over recorded groups as if they were one update, and what goes with it; nothing is trained."""
+        step, objective, total = self.pack(groups), self.objective, Totals()
+        signal = objective.signal(move(step.table, self.device))
+        weights = objective.weights(signal.table, torch.arange(len(step.segments), device=self.device))
+        with torch.no_grad(), self._forwards():
+            for batch in self._batches(step, step.samples):
+                values, _ = self.roles.logprobs("actor", batch, with_entropy=False)
+                gathered = gather(signal, batch)
+                output = objective.policy_loss(values, None, None, batch, gathered, gather_tokens(weights, batch))
+                total += Totals.of(output.metrics, batch.loss_mask)
+        return over_ranks(total, self.ranks).row()
 
     def update(self, step: Step, signal: Signal) -> dict[str, float]:
         """epochs * minibatches updates, in each the critic first; the version is one higher afterwards.
@@ -265,8 +280,9 @@ class Learner:
 
     def _batches(self, step: Step, samples: Sequence[int]) -> Iterator[Batch]:
         """This rank's; as many on every rank, so that all of them come to the same forwards."""
-        own = shares(step, samples, self.ranks.size, self.layout.share)[self.ranks.rank]
-        batches = pack(step, own, self.layout)
+        layout = self.layout
+        own = shares(step, samples, self.ranks.size, layout.share, layout.whole_groups)[self.ranks.rank]
+        batches = pack(step, own, layout)
         batches += [empty_batch()] * (self.ranks.most(len(batches)) - len(batches))
         for batch in batches:
             yield move(batch, self.device)
@@ -303,6 +319,7 @@ class Learner:
         return Layout(
             share=packing.exact and self.recipe.learner.prefix_sharing == "auto",
             pack=packing.exact,
+            whole_groups=self.objective.row.data == "pairs",
             tokens_per_batch=self.recipe.learner.tokens_per_microbatch,
             attention_half=attention_half(self.model, sum(p.numel() for b in block for p in b.parameters())),
         )

@@ -2,6 +2,8 @@
 
 actor       its adapter                        ref         no adapter: the base, bit for bit
 critic      its adapter and a value head       (where the reference moves: a frozen adapter of its own)
+
+A scorer is an actor with a head: the sequence classifier's own, which is trained beside the adapter.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from miles.learn.adapters import adapter_parameters, attach, copy_adapter, load_
 from miles.learn.critic import Critic, load_weights, token_values, value_head, weights_of, zero
 from miles.learn.forward import Compute, policy_logprobs
 from miles.learn.parallel import parallelize
+from miles.learn.scorer import scorer_head
 from miles.learn.stream import fill, fill_critic, with_memory
 from miles.types import Batch
 
@@ -63,7 +66,10 @@ class AdapterRoles:
         self._stored_type = replace(compute, dtype=torch.float32)
         self._adapters, self._seed = names, recipe.run.seed
         self._switch = attach(model, names, recipe.lora, recipe.run.seed)
-        self.root = OneBase(model, {"critic": value_head(model)} if own_critic else {})
+        heads = {"critic": value_head(model)} if own_critic else {}
+        if objective.row.scorer:
+            heads["actor"] = scorer_head(model).requires_grad_(True)
+        self.root = OneBase(model, heads)
         for parameter in adapter_parameters(model, "ref").values():
             parameter.requires_grad_(False)
         self.names: tuple[Role, ...] = (
@@ -84,7 +90,8 @@ class AdapterRoles:
         self, role: Role, batch: Batch, with_entropy: bool = True, temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
         self._switch.adapter = role if role == "actor" or self._reference_moves else None
-        return self.root(batch, self._stored_type.at(temperature), None, with_entropy)
+        head = role if role in self.root.heads else None
+        return self.root(batch, self._stored_type.at(temperature), head, with_entropy)
 
     def values(self, role: Role, batch: Batch) -> Tensor:
         if self._full_critic is not None:

@@ -74,7 +74,7 @@ def start_run(
     for warning in resolved.warnings:
         view.message(f"warning: {warning}")
     with said(view.message):
-        inputs = prepare(recipe, rows=rows, reward=reward)
+        inputs = prepare(recipe, resolved.row, rows=rows, reward=reward)
     try:
         code = LocalLauncher(recipe, resolved.row, inputs, target, resume, view).launch()
     except (TrainingAborted, *FAILED_OUTSIDE_OF_UPDATES):
