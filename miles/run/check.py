@@ -34,7 +34,7 @@ def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
         "learner",
         *(["critic"] if resolved.row.has_critic else []),
         *(["reference"] if recipe.algorithm.beta else []),
-        *(["reward model"] if recipe.reward.model else []),
+        *(["scorer"] if recipe.reward.model else []),
     ]
     servers = _servers(recipe)
     started = 0 if recipe.engine.urls else len(servers)
@@ -74,7 +74,7 @@ def _what(role: str, resolved: Resolved) -> str:
         return f"{recipe.model.name}{f' ({fact})' if fact else ''}, {recipe.learner.param_dtype}, {recipe.algorithm.name}{weights}"
     if role == "critic" and recipe.lora.rank and recipe.lora.critic == "adapter":
         return "adapter and value head on the same base"
-    if role == "reward model":
+    if role == "scorer":
         return f"{recipe.reward.model}, scores answers while they are collected"
     if role == "critic":
         return "value head on a trunk that starts as the actor's"
