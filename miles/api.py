@@ -49,6 +49,8 @@ def train(
     rows = data if source is None else None
     recipes = [Path(recipe)] if recipe is not None else []
     target = Path(run_dir) if run_dir is not None else None
+    if run_dir is not None and not str(run_dir):
+        raise BadInput("miles.train: run_dir is an empty text, where the name of a folder is meant")
     if resume and target is None:
         raise BadInput("miles.train: resume=True needs run_dir, the folder of the run that is to go on")
     run = start_run(

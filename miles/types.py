@@ -170,6 +170,7 @@ class StepTable:
     unshaped_rewards: Tensor  # [S] float32, before length terms
     baseline_rewards: Tensor  # [S] float32, NaN where the group has none
     truncated: Tensor  # [S] bool
+    margins: Tensor | None = None  # [S] float32, by how much the chosen answer of a recorded pair should lead; None: 0
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from miles.algo.rules import correction_mode, problems, warnings
 from miles.algo.userfile import load_object
 from miles.errors import ConfigError
 
-__all__ = ["GROUP_CREDITS", "ROWS", "AlgorithmRow", "correction_mode", "find", "problems", "warnings"]
+__all__ = ["DATA_ROWS", "GROUP_CREDITS", "ROWS", "AlgorithmRow", "correction_mode", "find", "problems", "warnings"]
 
 GROUP_CREDITS = ("group_standardized", "group_centred", "leave_one_out", "group_maxrl", "group_optimal_baseline")
 
@@ -44,7 +44,7 @@ class AlgorithmRow:
     name: str
     credit: str | Callable[..., Any]  # miles.algo.credit: one number a sample
     advantage: str | Callable[..., Any]  # miles.algo.advantage: one number a token
-    policy_loss: str | Callable[..., Any]  # miles.algo.losses: [T] token losses
+    policy_loss: str | Callable[..., Any]  # miles.algo.losses: [T] token losses of what is trained, policy or scorer
     source: str  # paper and equation
     value_loss: str | Callable[..., Any] | None = None  # miles.algo.losses; None: no critic
     defaults: Mapping[str, Any] = field(default_factory=dict)  # keys of the recipe's [algorithm] section
@@ -56,6 +56,10 @@ class AlgorithmRow:
     nonnegative_rewards: bool = False
     greedy_baseline: bool = False  # collecting adds the reward of the prompt's greedy completion to each group
     drop_equal_rewards: bool = False  # collecting drops groups whose unshaped rewards are all equal, and refills
+    data: Literal["prompts", "answers", "pairs"] = (
+        "prompts"  # what rows of the data hold; answers and pairs are trained as they are
+    )
+    scorer: bool = False  # what is trained gives one number a sequence (a reward model), not a distribution a token
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "defaults", MappingProxyType({**EVERY_ROW, **self.defaults}))
@@ -67,6 +71,15 @@ class AlgorithmRow:
     @property
     def has_critic(self) -> bool:
         return self.value_loss is not None
+
+    @property
+    def recorded(self) -> bool:
+        """Groups are made of the data as it stands: nothing is sampled and no reward is given."""
+        return self.data != "prompts"
+
+    def samples_in_group(self, group_size: int) -> int:
+        """Samples of a group; group_size: the recipe's, for prompts."""
+        return {"prompts": group_size, "answers": 1, "pairs": 2}[self.data]
 
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
@@ -236,6 +249,30 @@ _TABLE = (
 ROWS: Mapping[str, AlgorithmRow] = MappingProxyType({row.name: row for row in _TABLE})
 """Name -> row. Add your own from your own file instead: `algorithm.name = "path/to/file.py:NAME"`."""
 
+_DATA_TABLE = (
+    AlgorithmRow(
+        name="sft",
+        credit="reward",
+        advantage="broadcast",
+        policy_loss="likelihood",
+        source="maximum likelihood of the answers, InstructGPT, arXiv:2203.02155, section 3.1",
+        data="answers",
+    ),
+    AlgorithmRow(
+        name="reward_model",
+        credit="pair_side",
+        advantage="broadcast",
+        policy_loss="bradley_terry",
+        source="InstructGPT, arXiv:2203.02155, eq. 1",
+        defaults={"centre_coef": 0.0},
+        data="pairs",
+        scorer=True,
+    ),
+)
+
+DATA_ROWS: Mapping[str, AlgorithmRow] = MappingProxyType({row.name: row for row in _DATA_TABLE})
+"""Rows that learn from recorded answers, by name: what comes before reinforcement learning."""
+
 
 def find(name: str) -> AlgorithmRow:
     """The row called `name`, or the `AlgorithmRow` that `path/to/file.py:NAME` holds, whose file is then executed.
@@ -243,8 +280,9 @@ def find(name: str) -> AlgorithmRow:
     Paths are relative to the working directory. Raises ConfigError with the nearest name, or with what is wrong with
     the file.
     """
-    if name in ROWS:
-        return ROWS[name]
+    known_rows = {**ROWS, **DATA_ROWS}
+    if name in known_rows:
+        return known_rows[name]
     if name.endswith(".py") or ".py:" in name:
         row = load_object(name, key="algorithm.name")
         if not isinstance(row, AlgorithmRow):
@@ -254,9 +292,9 @@ def find(name: str) -> AlgorithmRow:
             )
         return row
     spelt = name.lower().replace("++", "_pp").replace("-", "_").replace(".", "_")
-    swapped = [known for known in ROWS if sorted(known) == sorted(spelt)]  # gpro is nearer to grpo than to gspo
-    close = swapped or get_close_matches(spelt, ROWS, n=1, cutoff=0.5)
-    hint = f'the nearest is "{close[0]}"' if close else "the rows are " + ", ".join(ROWS)
+    swapped = [known for known in known_rows if sorted(known) == sorted(spelt)]  # gpro is nearer to grpo than to gspo
+    close = swapped or get_close_matches(spelt, known_rows, n=1, cutoff=0.5)
+    hint = f'the nearest is "{close[0]}"' if close else "the rows are " + ", ".join(known_rows)
     raise ConfigError(
         f'algorithm.name: there is no algorithm "{name}"; {hint}. A row of your own is "path/to/file.py:NAME".'
     )

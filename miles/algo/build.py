@@ -85,7 +85,7 @@ class Objective:
     @property
     def needs_old(self) -> bool:
         """A scoring pass at the start of the step; else old is the behavior policy, or the update's own forward."""
-        if self.correction_mode == "bypass":
+        if self.correction_mode == "bypass" or self.row.recorded:
             return False
         whole_sequences = self.correction_mode == "decoupled" and self.settings["correction"].kind not in TOKEN_KINDS
         return self.updates > 1 or whole_sequences or self.kl_in_reward
@@ -180,7 +180,7 @@ class Objective:
     ) -> LossOutput:
         """One batch's share of policy + beta * KL - entropy_coef * entropy + nll_coef * NLL of the update.
 
-        logprobs: [T] with gradient; entropy: [T], with gradient where `needs_entropy`; ref_logprobs: [T], None takes
+        logprobs: [T] with gradient (the scores of a scorer in their place); entropy: [T], with gradient where `needs_entropy`; ref_logprobs: [T], None takes
         the signal's; weights, nll_weights: [T], gathered from `weights` and `nll_weights` of the update. What any of them
         holds off the batch's mask is not read. Metrics: [T], detached; `loss_*` are weighted shares to be summed, the
         others per-token values (`miles.algo.metrics`). Raises ValueError where something needed is missing.
@@ -188,6 +188,8 @@ class Objective:
         mask = batch.loss_mask
         logprobs = select(logprobs.float(), mask)
         entropy = None if entropy is None else select(entropy.float(), mask)
+        if self.row.recorded:
+            return self._recorded_loss(logprobs, entropy, gathered, select(weights, mask))
         ref = gathered.ref_logprobs if ref_logprobs is None else select(ref_logprobs.float(), mask)
         beta = self.beta if beta is None else beta
         old = self._old(gathered, logprobs)
@@ -218,6 +220,17 @@ class Objective:
         metrics["loss_total"] = share
         return LossOutput(share.sum(), {name: value.detach().float() for name, value in metrics.items()})
 
+    def _recorded_loss(
+        self, values: Tensor, entropy: Tensor | None, gathered: TokenSignal, weights: Tensor
+    ) -> LossOutput:
+        """Recorded answers have no behavior policy, so there are no ratios, corrections or distances to measure."""
+        token = _token_loss(self.token_loss(values, gathered))
+        share = select(token.loss, gathered.mask) * weights
+        metrics = {"loss_total": share, **token.metrics, **({} if entropy is None else {"entropy": entropy})}
+        return LossOutput(
+            share.sum(), {name: select(value.detach().float(), gathered.mask) for name, value in metrics.items()}
+        )
+
     def value_loss(self, values: Tensor, gathered: TokenSignal, weights: Tensor) -> LossOutput:
         """One batch's share of the critic's loss. values: [T] with gradient; weights: [T] from `value_weights`."""
         if self.token_value_loss is None:
@@ -236,7 +249,7 @@ class Objective:
 
         The loss weights do not change with it.
         """
-        whole = self.kl_in_loss or self.needs_entropy or self.needs_nll or self.needs_critic
+        whole = self.row.recorded or self.kl_in_loss or self.needs_entropy or self.needs_nll or self.needs_critic
         if whole or not isinstance(self.row.policy_loss, str):
             return None
         table = signal.table

@@ -127,6 +127,11 @@ def greedy_centred(rewards: Tensor, group_ids: Tensor, lengths: Tensor, baseline
     return (rewards.double() - baseline_rewards.double()).float()
 
 
+def pair_side(rewards: Tensor, group_ids: Tensor, lengths: Tensor, baseline_rewards: Tensor) -> Tensor:
+    """+1 for the better answer of a pair and -1 for the other; which is better stands in the rewards, 1 and 0."""
+    return _Groups.of(group_ids).centred(rewards.double()).sign().float()
+
+
 def reward(rewards: Tensor, group_ids: Tensor, lengths: Tensor, baseline_rewards: Tensor) -> Tensor:
     """A_i = R_i: the baseline is the critic's, or the whitening's (PPO, REINFORCE++)."""
     return rewards.float()

@@ -1,10 +1,11 @@
 """Token losses of the actor and the critic: the formula of each algorithm, before weights, reduction and KL.
 
 Policy losses have the signature `(logprobs, signal, *, settings) -> TokenLoss`, value losses `(values, signal, *,
-settings) -> TokenLoss`:
+settings) -> TokenLoss`, losses of a scorer `(scores, signal, *, settings) -> TokenLoss`:
 
 - logprobs: [T] float32 with gradient, log pi(token[t] | tokens before t) now; values: [T] float32 with gradient
-- signal: `TokenSignal` of the batch; `old_logprobs` is always there for a policy loss
+- scores: [T] float32 with gradient, the score of a sequence at its one trained place; 0 elsewhere
+- signal: `TokenSignal` of the batch; `old_logprobs` is always there for a policy loss of sampled answers
 
 Inputs are finite off the mask (0), so functions need not select; results off the mask are not read. Symbols:
 r = pi/old, mu = the behavior policy, A = advantage, sg[.] = no gradient. Log-ratios are clamped to +-20 before exp.
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from miles.algo.tokens import TokenSignal, select
 
@@ -99,6 +101,37 @@ def dppo(logprobs: Tensor, signal: TokenSignal, *, ratio_cap: float = 20.0, mask
     masked = up | down
     weight = torch.where(masked, 0.0, ratio.clamp(max=ratio_cap))
     return TokenLoss(-weight * signal.advantages * logprobs, {"ratio": ratio, "clipped": masked})
+
+
+def likelihood(logprobs: Tensor, signal: TokenSignal) -> TokenLoss:
+    """-log pi of each token of a recorded answer.  Supervised fine-tuning, arXiv:2203.02155, section 3.1."""
+    return TokenLoss(-logprobs)
+
+
+def bradley_terry(scores: Tensor, signal: TokenSignal, *, centre_coef: float = 0.0) -> TokenLoss:
+    """-log sigmoid(r_c - r_r - m) + c * (r_c + r_r)^2 of a pair, on both of its places: their mean is the mean over pairs.
+
+    r_c, r_r: scores of the chosen and the rejected answer.  InstructGPT, arXiv:2203.02155, eq. 1; the margin m of the
+    row (0 where it has none): Llama 2, arXiv:2307.09288, eq. 2; the term that keeps scores around 0 (c = centre_coef):
+    arXiv:2312.09244, eq. 2. Raises ValueError where a pair is split over batches.
+    """
+    if signal.group_ids is None:
+        raise ValueError("the loss of pairs needs the group_ids of the step's table")
+    groups, side = signal.group_ids, select(signal.advantages, signal.mask)
+    size = int(groups.max()) + 1 if len(groups) else 0
+
+    def of_pair(values: Tensor) -> Tensor:
+        return values.new_zeros(size).index_add(0, groups, select(values, signal.mask))[groups]
+
+    if bool((select(of_pair(torch.ones_like(scores)) - 2, signal.mask) != 0).any()):
+        raise ValueError("a pair is split over batches: its loss needs both of its scores in one")
+    gap = of_pair(side * scores)
+    loss = softplus(-gap if signal.margins is None else signal.margins - gap)
+    if centre_coef:
+        loss = loss + centre_coef * of_pair(scores) ** 2
+    right = (gap > 0).float() + 0.5 * (gap == 0).float()
+    metrics = {"score": scores, "pair_gap": gap, "pair_right": right}
+    return TokenLoss(loss, {name: value.detach() for name, value in metrics.items()})
 
 
 def clipped_value(values: Tensor, signal: TokenSignal, *, value_clip: float | None = 0.2) -> TokenLoss:

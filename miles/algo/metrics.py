@@ -27,6 +27,9 @@ MEANS = {
     "correction_masked": "correction/masked_fraction",
     "value": "value/mean",
     "value_clipped": "value/clip_fraction",
+    "score": "score/mean",
+    "pair_gap": "pairs/gap",
+    "pair_right": "pairs/accuracy",
 }
 """Per-token metric -> key of its mean over trained tokens."""
 

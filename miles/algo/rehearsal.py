@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from miles.algo import ROWS, AlgorithmRow
+from miles.algo import DATA_ROWS, ROWS, AlgorithmRow
 from miles.algo.build import Objective, gather, gather_tokens
 from miles.errors import ConfigError
 from miles.types import Batch, StepTable
@@ -20,10 +20,11 @@ def rehearse(recipe: Recipe, row: AlgorithmRow) -> None:
 
     Raises ConfigError, which names the row's function and what is wrong with it.
     """
-    if ROWS.get(row.name) is row:
+    if {**ROWS, **DATA_ROWS}.get(row.name) is row:
         return
     objective = Objective.build(recipe, row)
-    table = _table(min(2, recipe.algorithm.groups_per_step), recipe.rollout.group_size, row.greedy_baseline)
+    size = row.samples_in_group(recipe.rollout.group_size)
+    table = _table(min(2, recipe.algorithm.groups_per_step), size, row)
     try:
         _step(objective, table, _batch(table))
     except ValueError as error:  # of the parts of ours that the row puts together
@@ -50,10 +51,10 @@ def _step(objective: Objective, table: StepTable, batch: Batch) -> None:
     loss.backward()
 
 
-def _table(groups: int, size: int, baseline: bool) -> StepTable:
-    """Samples of one to three tokens; every second one has the reward 1."""
+def _table(groups: int, size: int, row: AlgorithmRow) -> StepTable:
+    """Samples of one to three tokens, of a scorer one place each; every second one has the reward 1."""
     samples = torch.arange(groups * size)
-    lengths = samples % 3 + 1
+    lengths = torch.ones_like(samples) if row.scorer else samples % 3 + 1
     rewards = (samples % 2).float()
     return StepTable(
         sample_ids=torch.repeat_interleave(samples, lengths),
@@ -63,7 +64,7 @@ def _table(groups: int, size: int, baseline: bool) -> StepTable:
         group_ids=samples // size,
         rewards=rewards,
         unshaped_rewards=rewards,
-        baseline_rewards=torch.full_like(rewards, 0.5 if baseline else torch.nan),
+        baseline_rewards=torch.full_like(rewards, 0.5 if row.greedy_baseline else torch.nan),
         truncated=torch.zeros(len(samples), dtype=torch.bool),
     )
 

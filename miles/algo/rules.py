@@ -21,6 +21,7 @@ ROW_KEYS = (
     "lam",
     "vapo_alpha",
     "value_clip",
+    "centre_coef",
 )
 """Keys of [algorithm] that only some rows read."""
 
@@ -54,6 +55,8 @@ def correction_mode(row: AlgorithmRow, recipe: Recipe) -> str:
     the policy at the start of the step, and old/behavior a weight of its own (arXiv:2110.00641).
     """
     mode = recipe.algorithm.correction.mode
+    if row.recorded:
+        return "none"
     if mode != "auto":
         return mode
     if row.bypass_only:
@@ -64,8 +67,11 @@ def correction_mode(row: AlgorithmRow, recipe: Recipe) -> str:
 def problems(row: AlgorithmRow, recipe: Recipe) -> list[str]:
     """One sentence for each thing in the recipe that the row cannot work with: key, value, way out."""
     functions = {kind: getattr(row, kind) for kind in ARGUMENTS}
+    own = own_problems(functions, settings_of(row, recipe), row.name)
+    if row.recorded:
+        return [*own, *_recorded(row, recipe), *_without_effect(row, recipe)]
     found = [
-        *own_problems(functions, settings_of(row, recipe), row.name),
+        *own,
         *_group_size(row, recipe),
         *_updates(row, recipe),
         *_mode(row, recipe),
@@ -80,6 +86,10 @@ def problems(row: AlgorithmRow, recipe: Recipe) -> list[str]:
 def warnings(row: AlgorithmRow, recipe: Recipe) -> list[str]:
     """One sentence for each thing in the recipe that works, but probably not as meant."""
     algorithm, learner, found = recipe.algorithm, recipe.learner, []
+    if not row.recorded and recipe.data.max_row_tokens is not None:
+        found.append(
+            f"data.max_row_tokens = {recipe.data.max_row_tokens} has no effect with {row.name}, which samples its answers."
+        )
     setting = settings_of(row, recipe)
     tokens = recipe.rollout.max_new_tokens
     if "vapo_alpha" in row.defaults and algorithm.lam is None and algorithm.vapo_alpha * tokens < 2:
@@ -101,6 +111,50 @@ def warnings(row: AlgorithmRow, recipe: Recipe) -> list[str]:
         found.append(
             f'algorithm.reduction = "{setting["reduction"]}" lets long answers dominate the sequence ratio of {row.name}: '
             "its paper uses sequence_mean."
+        )
+    return found
+
+
+def _recorded(row: AlgorithmRow, recipe: Recipe) -> list[str]:
+    """What only sampled answers have."""
+    algorithm, default = recipe.algorithm, type(recipe.algorithm)()
+    keys = (
+        "beta",
+        "kl_place",
+        "kl_estimator",
+        "kl_target",
+        "ref_update_every",
+        "entropy_coef",
+        "nll_coef",
+        "correction",
+    )
+    idle = [
+        (f"algorithm.{key}", value)
+        for key in keys
+        if (value := getattr(algorithm, key)) not in (getattr(default, key), row.defaults.get(key))
+    ]
+    idle += [
+        (key, value)
+        for key, value, usual in (
+            ("reward.model", recipe.reward.model, None),
+            ("reward.functions", recipe.reward.functions, ()),
+            ("rollout.environment", recipe.rollout.environment, None),
+            ("rollout.temperature", recipe.rollout.temperature, 1.0),
+            ("engine.kind", recipe.engine.kind, "inprocess"),
+            ("buffer.max_staleness", recipe.buffer.max_staleness, 0),
+            ("run.stop_at_reward", recipe.run.stop_at_reward, None),
+        )
+        if value != usual
+    ]
+    found = [
+        f"{key} = {value} has no meaning with {row.name}, which learns from recorded answers: nothing is sampled, scored or "
+        "compared with a reference; leave it out."
+        for key, value in idle
+    ]
+    if algorithm.reduction == "constant":
+        found.append(
+            f'algorithm.reduction = "constant" does not fit {row.name}: it divides by rollout.max_new_tokens, which says nothing '
+            "of recorded answers; use token_mean or sequence_mean."
         )
     return found
 

@@ -26,6 +26,8 @@ class TokenSignal:
     values: Tensor | None = None  # [T] float32, the critic's at the start of the step
     returns: Tensor | None = None  # [T] float32, the critic's targets
     ref_values: Tensor | None = None  # [T] float32
+    group_ids: Tensor | None = None  # [T] int64, index of the group in the manifest
+    margins: Tensor | None = None  # [T] float32, by how much the chosen answer of the token's pair should lead
 
 
 def gather_tokens(values: Tensor, batch: Batch) -> Tensor:
@@ -60,4 +62,6 @@ def gather(signal: Signal, batch: Batch) -> TokenSignal:
         values=optional(signal.values),
         returns=optional(signal.returns),
         ref_values=optional(signal.ref_values),
+        group_ids=gather_tokens(table.group_ids[table.sample_ids], batch),
+        margins=None if table.margins is None else gather_tokens(table.margins[table.sample_ids], batch),
     )

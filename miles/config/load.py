@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from miles.config import tree
+from miles.config.names import is_text
 from miles.config.rules import rule_problems
 from miles.config.schema import Recipe
 from miles.config.text import parse_value
@@ -68,7 +69,10 @@ def load(
     recipe (rows of data, a reward function, ...).
     """
     problems: list[str] = []
-    settings = [setting for path in paths for setting in _file_layer(Path(path), problems)]
+    contents = [(str(path), _content(Path(path), problems)) for path in paths]
+    settings = [
+        setting for path, content in contents if content is not None for setting in _flatten(content, path, problems)
+    ]
     settings += _env_layer(env, problems)
     settings += _override_layer(overrides, overrides_from, problems)
     merged = {setting.key: setting for setting in settings}
@@ -77,7 +81,8 @@ def load(
 
     recipe, wrong = _validate(merged)
     problems += wrong.values()
-    refused = frozenset(wrong)
+    # What a file that cannot be read would have set is not known, so nothing is said about it.
+    refused = frozenset(tree.fields() if any(content is None for _, content in contents) else wrong)
     origins = {key: setting.origin for key, setting in merged.items()}
     problems += without(refused, (placed(text, origins) for text in rule_problems(recipe, frozenset(given))))
     return Loaded(recipe, problems, origins, refused)
@@ -89,20 +94,21 @@ def without(refused: Iterable[str], texts: Iterable[str]) -> list[str]:
     return [text for text in texts if not any(tree.mentions(text, key) for key in refused)]
 
 
-def _file_layer(path: Path, problems: list[str]) -> list[Setting]:
+def _content(path: Path, problems: list[str]) -> Mapping[str, Any] | None:
+    """What a recipe file holds; None, and a problem, where it cannot be read."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         problems.append(f"{path} does not exist: give the path of a recipe (.toml).")
     except IsADirectoryError:
         problems.append(f"{path} is a folder: give the path of a recipe (.toml) in it.")
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UnicodeDecodeError as error:
+        problems.append(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8.")
+    except tomllib.TOMLDecodeError as error:
         problems.append(f"{path} is not valid TOML: {error}.")
     except OSError as error:
         problems.append(f"{path} cannot be read: {error.strerror}.")
-    else:
-        return list(_flatten(content, str(path), problems))
-    return []
+    return None
 
 
 def _env_layer(env: Mapping[str, str], problems: list[str]) -> list[Setting]:
@@ -185,7 +191,11 @@ def _unknown(key: str, value: Any, origin: str) -> str:
 
 def _validate(merged: Mapping[str, Setting]) -> tuple[Recipe, dict[str, str]]:
     """The recipe without the keys that the schema refuses, and a problem for each of those."""
-    wrong: dict[str, str] = {}
+    wrong = {
+        key: f"{key} = {setting.value!a} ({setting.origin}) holds half a character: write it as UTF-8."
+        for key, setting in merged.items()
+        if not all(is_text(part) for part in _texts(setting.value))
+    }
     while True:
         kept = {key: setting.value for key, setting in merged.items() if key not in wrong}
         try:
@@ -196,6 +206,10 @@ def _validate(merged: Mapping[str, Setting]) -> tuple[Recipe, dict[str, str]]:
                 setting = merged[key]
                 wanted = tree.expected(key) + _as_list(key, setting.value)
                 wrong[key] = f"{key} = {_shown(setting.value)} ({setting.origin}) must be {wanted}."
+
+
+def _texts(value: Any) -> list[str]:
+    return [part for part in (value if isinstance(value, tuple) else [value]) if isinstance(part, str)]
 
 
 def _as_list(key: str, value: Any) -> str:

@@ -208,6 +208,8 @@ def _unused_inputs(recipe: Recipe, given: Collection[str]) -> Iterator[tuple[str
         yield "eval.split", "the held-out rows do not come from the hub"
     if data.source.startswith("task:"):
         yield "data.prompt_column", "a task makes its own prompts"
+    if reward.model is None:
+        yield "reward.model_weight", "reward.model is not set"
     if reward.truncated != "value":
         yield "reward.truncated_value", f'reward.truncated is "{reward.truncated}"'
     if not reward.overlong:

@@ -53,8 +53,10 @@ class Data(Section):
     """Use only the first rows. None: all."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt. None: what the model's context leaves beside `rollout.max_new_tokens`."""
+    max_row_tokens: PositiveInt | None = None
+    """Longest recorded row (sft, reward_model), prompt and answer together. None: the model's context."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """What to do with longer prompts: refuse the run, or leave them out and say how many."""
+    """What to do with longer prompts or recorded rows: refuse the run, or leave them out and say how many."""
 
 
 class Reward(Section):
@@ -62,6 +64,10 @@ class Reward(Section):
     """Reward functions: `exact_number`, `exact_match`, `contains_boxed`..., or `path/to/file.py:function`. Empty: the task's own."""
     weights: tuple[float, ...] = ()
     """Weight of each function. Empty: 1 each."""
+    model: str | None = None
+    """Folder of a reward model, as `algorithm.name = "reward_model"` writes it or any other sequence classifier with one label; its score is a part of the reward. None: no reward model."""
+    model_weight: float = 1.0
+    """Weight of the reward model's score."""
     truncated: Literal["keep", "mask", "value"] = "keep"
     """Samples cut by the token limit: keep their reward, mask them out of the loss, or give them `truncated_value`."""
     truncated_value: float = 0.0
@@ -195,6 +201,8 @@ class Algorithm(Section):
     """Clip of the value around its old one; presumes rewards of order 1."""
     critic_warmup: NonNegativeInt | None = None
     """Steps in which the critic learns and the actor stands still. None: as the row says."""
+    centre_coef: NonNegativeFloat = 0.0
+    """reward_model: weight of the term (r_chosen + r_rejected)^2 that keeps scores around 0; 0.01 is usual."""
     ref_update_every: PositiveInt | None = None
     """Copy the policy into the reference every this many steps. None: never."""
     correction: Correction = Correction()
@@ -274,9 +282,9 @@ class Publish(Section):
 class Run(Section):
     launcher: Literal["local"] = "local"
     """Who starts the roles: `local` runs all of them in this process."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=10**18)] = 0
     """Of everything random: data order, sampling, minibatches, random models."""
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of the learner and the engine. None: as many as the machine has cores; the resolved recipe holds the number."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives. auto: a GPU where there is one."""

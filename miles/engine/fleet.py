@@ -122,8 +122,15 @@ class Fleet:
             if not server.ready:
                 return
             server.failures += 1
-            self.hold(server, reason)
         if gone:
+            self.lost(server, reason)
+        else:
+            self.hold(server, reason)
+
+    def lost(self, server: Server, reason: str) -> None:
+        """The server cannot be reached, or has other weights than it should: whoever can brings it back."""
+        with self._lock:
+            self.hold(server, reason)
             self.on_failure(server)
 
     def in_use(self, server: Server) -> set[int]:

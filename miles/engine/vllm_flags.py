@@ -20,6 +20,10 @@ ROOT_VARIABLE = "MILES_PUBLISH_ROOT"
 CPU_CACHE_GIB = 1.0
 """Key-value cache of a server without a GPU, unless the recipe says more."""
 
+CPU_BLOCK = 32
+"""Tokens of a block of the cache, the smallest that vLLM's CPU attention takes: a prompt's whole blocks are read once for all
+of its samples, and vLLM's own choice of 128 is longer than many prompts."""
+
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -70,12 +74,15 @@ def command(plan: ServerPlan, python: str, socket: Path) -> list[str]:
         "max-lora-rank": adapters.slot_rank if adapters else None,
         "max-loras": adapters.count if adapters else None,
         "max-cpu-loras": adapters.count if adapters else None,
+        "block-size": CPU_BLOCK if plan.cpu else None,
         "max-cudagraph-capture-size": None if plan.cpu else plan.max_batch,
         "kv-cache-memory-bytes": int(cache * 2**30) if cache else None,
         "uvicorn-log-level": "warning",
     }
     flags = ["enable-scale-out", "enable-prefix-caching", "disable-uvicorn-access-log"]
-    flags += ["enable-lora"] * (adapters is not None) + ["enforce-eager"] * plan.cpu
+    flags += ["enable-lora"] * (adapters is not None)
+    # A prompt that is read in two pieces would need a seeded generator that goes back, which ends vLLM's worker on a CPU.
+    flags += ["enforce-eager", "no-enable-chunked-prefill"] * plan.cpu
     flags += ["trust-remote-code"] * plan.trust_remote_code
     given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *given, *(f"--{flag}" for flag in flags)]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from miles.config import schema
-from miles.config.names import DATA_SUFFIXES, is_hub_id
+from miles.config.names import DATA_SUFFIXES, is_hub_id, is_text, stands
+from miles.env.recorded import exchanges
 from miles.errors import DataError, in_words
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Dataset(Sequence[Mapping[str, Any]]):
     rows: tuple[Mapping[str, Any], ...]
     source: str
     prompt_column: str = "prompt"
+    form: str = "prompts"  # what the rows hold: prompts, answers or pairs
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -85,11 +87,10 @@ def fresh(value: Any) -> Any:
 
 def not_text(text: str) -> str | None:
     """What is wrong with a string that holds half a character, as `\\ud800` alone; no tokenizer and no file takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"holds half a character ({text[error.start]!a} at place {error.start}); remove it"
-    return None
+    if is_text(text):
+        return None
+    place, half = next((i, c) for i, c in enumerate(text) if not is_text(c))
+    return f"holds half a character ({half!a} at place {place}); remove it"
 
 
 def load_rows(
@@ -99,10 +100,12 @@ def load_rows(
     task: Task | None = None,
     seed: int = 0,
     key: str = "data.source",
+    form: str = "prompts",
 ) -> Dataset:
     """The training rows of `data`: those given from Python, else the task's, else what `data.source` names.
 
-    `seed` decides which rows a built-in task holds out; `key` is the recipe's, for messages. Raises DataError, which names the file, row or column.
+    `seed` decides which rows a built-in task holds out; `key` is the recipe's, for messages; `form`: what each row must
+    hold (prompts, answers or pairs). Raises DataError, which names the file, row or column.
     """
     if rows is not None:
         found, source = _from_python(rows), "the rows given from Python"
@@ -110,11 +113,14 @@ def load_rows(
         found, source = iter(task.rows(seed).train), f"task:{task.name}"
     else:
         found, source = _open(section.source, section.split, key), section.source
-    kept = tuple(itertools.islice(found, section.max_rows))
+    try:
+        kept = tuple(itertools.islice(found, section.max_rows))
+    except OSError as error:
+        raise DataError(f"{key}: {source} cannot be read ({error.strerror or error}); make it readable") from error
     if not kept:
         raise DataError(f"{source} has no rows; {key} must name at least one prompt")
-    _check_prompts(kept, source, section.prompt_column)
-    return Dataset(kept, source, section.prompt_column)
+    (_check_prompts if form == "prompts" else _check_recorded)(kept, source, section.prompt_column, form)
+    return Dataset(kept, source, section.prompt_column, form)
 
 
 def _open(source: str, split: str, key: str) -> Iterator[Mapping[str, Any]]:
@@ -123,9 +129,10 @@ def _open(source: str, split: str, key: str) -> Iterator[Mapping[str, Any]]:
             f"{key} is empty: name a .jsonl, .parquet or .csv file, a hub id or task:NAME, or give rows from Python"
         )
     path = Path(source).expanduser()
-    if path.suffix in DATA_SUFFIXES or path.exists():
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else f"does not exist (looked from {Path.cwd()})"
+    if path.suffix in DATA_SUFFIXES or stands(path):
+        if not stands(path) or not path.is_file():
+            here = "is no file" if stands(path) else f"does not exist, or may not be read (looked from {Path.cwd()})"
+            what = "is a folder" if stands(path) and path.is_dir() else here
             raise DataError(f"{key}: {source} {what}; name a .jsonl, .parquet or .csv file")
         readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
         if path.suffix not in readers:
@@ -226,7 +233,15 @@ def _extra(module: str, purpose: str) -> Any:
         raise DataError(f"{purpose} needs the package {module.partition('.')[0]}; {EXTRA}") from error
 
 
-def _check_prompts(rows: Sequence[Mapping[str, Any]], source: str, column: str) -> None:
+def _check_recorded(rows: Sequence[Mapping[str, Any]], source: str, column: str, form: str) -> None:
+    for index, row in enumerate(rows):
+        try:
+            exchanges(row, form, column)
+        except ValueError as error:
+            raise DataError(f"row {index} of {source} (counted from 0) {error}") from error
+
+
+def _check_prompts(rows: Sequence[Mapping[str, Any]], source: str, column: str, form: str) -> None:
     for index, row in enumerate(rows):
         if column not in row:
             raise DataError(_missing_column(source, index, column, [str(name) for name in row]))

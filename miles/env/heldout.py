@@ -9,6 +9,7 @@ from typing import Any
 
 from miles.config import schema
 from miles.env.data import Dataset, canonical, load_rows
+from miles.env.recorded import prompt_key
 from miles.env.tasks import Task, find
 from miles.errors import DataError
 
@@ -42,11 +43,11 @@ def split_held_out(
         return Split(train, empty, "no held-out evaluation: eval.rows is 0")
     if evaluation.source is None and task is None:
         return _take_out(evaluation.rows, train, seed, whole_rows)
-    held_out = _given(evaluation, data, task, seed)
+    held_out = _given(evaluation, data, task, seed, train.form)
     if not held_out.rows:
         return Split(train, empty, f"no held-out evaluation: {train.source} has no held-out rows of its own")
-    keys = {_key(row, held_out.prompt_column, whole_rows) for row in held_out}
-    kept = [i for i, row in enumerate(train) if _key(row, train.prompt_column, whole_rows) not in keys]
+    keys = {_key(row, held_out, whole_rows) for row in held_out}
+    kept = [i for i, row in enumerate(train) if _key(row, train, whole_rows) not in keys]
     if not kept:
         raise DataError(
             f"every row of {train.source} is also a held-out row of {held_out.source}: nothing is left to train on;"
@@ -59,7 +60,7 @@ def split_held_out(
     return Split(train.only(kept), held_out, message)
 
 
-def _given(evaluation: schema.Eval, data: schema.Data, task: Task | None, seed: int) -> Dataset:
+def _given(evaluation: schema.Eval, data: schema.Data, task: Task | None, seed: int, form: str) -> Dataset:
     if evaluation.source is not None:
         task = find(evaluation.source, "eval.source")
         if task is None:
@@ -68,16 +69,16 @@ def _given(evaluation: schema.Eval, data: schema.Data, task: Task | None, seed: 
                 "split": evaluation.split or data.split,
                 "max_rows": evaluation.rows,
             }
-            return load_rows(data.model_copy(update=changes), key="eval.source")
+            return load_rows(data.model_copy(update=changes), key="eval.source", form=form)
     assert task is not None  # the caller takes rows out of the training data otherwise
-    return Dataset(tuple(task.rows(seed).held_out[: evaluation.rows]), f"task:{task.name}")
+    return Dataset(tuple(task.rows(seed).held_out[: evaluation.rows]), f"task:{task.name}", form=form)
 
 
 def _take_out(rows: int, train: Dataset, seed: int, whole_rows: bool) -> Split:
     """A fifth of the distinct prompts at most, chosen by a hash of seed and content."""
     by_key: dict[str, list[int]] = {}
     for index, row in enumerate(train):
-        by_key.setdefault(_key(row, train.prompt_column, whole_rows), []).append(index)
+        by_key.setdefault(_key(row, train, whole_rows), []).append(index)
     count = min(rows, len(by_key) // 5)
     if count == 0:
         message = f"no held-out evaluation: {train.source} has {len(by_key)} distinct prompts, fewer than 5"
@@ -94,10 +95,11 @@ def _take_out(rows: int, train: Dataset, seed: int, whole_rows: bool) -> Split:
     return Split(train.only(kept), held_out, message)
 
 
-def _key(row: Mapping[str, Any], prompt_column: str, whole_rows: bool) -> str:
+def _key(row: Mapping[str, Any], data: Dataset, whole_rows: bool) -> str:
     if whole_rows:
         return canonical(row)
-    prompt = row[prompt_column]
+    column = data.prompt_column
+    prompt = row[column] if data.form == "prompts" else prompt_key(row, data.form, column)
     # A text prompt is the same question as a single user message with that text.
     if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0].get("role") == "user":
         prompt = prompt[0].get("content")

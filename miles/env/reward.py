@@ -20,6 +20,7 @@ from miles.errors import ConfigError, DataError, RewardError, in_short, in_words
 from miles.types import Sample
 
 ENVIRONMENT = "environment"  # the part that an environment gives; its weight is 1
+MODEL = "reward_model"  # the part that the reward model of `reward.model` gives
 SOLUTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 GIVEN = ("prompts", "completions")
 LARGEST = 1e30  # rewards become float32 and are summed
@@ -36,6 +37,7 @@ class RewardFunction:
     by_name: bool  # prompts and completions by name, else as the first two arguments
     accepts: frozenset[str] | None  # columns it takes; None: any
     requires: tuple[str, ...]  # columns it cannot do without
+    unbounded: bool = False  # a score, of which 1 is nothing special
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,10 @@ class Rewards:
         self._environment_scores = environment_scores
 
     @property
-    def full(self) -> float:
-        """The reward of a sample whose every part is 1: what counts as solved in pass@k."""
+    def full(self) -> float | None:
+        """The reward of a sample whose every part is 1: what counts as solved in pass@k. None: a score without a bound."""
+        if any(f.unbounded for f in self.functions):
+            return None
         return sum(f.weight for f in self.functions if f.weight > 0) + (1.0 if self._environment_scores else 0.0)
 
     def check_columns(self, data: Dataset) -> None:
@@ -200,20 +204,22 @@ def build_rewards(
     *,
     task: Task | None = None,
     functions: Sequence[Callable[..., Any] | str] | Callable[..., Any] | str | None = None,
+    model: Callable[..., Any] | None = None,
     environment_scores: bool = False,
     prompt_column: str = "prompt",
     source: str = "the data",
 ) -> Rewards:
     """Rewards from Python (`functions`), else `reward.functions`, else the task's own. Raises ConfigError.
 
-    `environment_scores`: the environment gives a part of its own, so no function is needed.
+    `model`: the reward model of `reward.model`, beside the functions or in place of the task's. `environment_scores`: the
+    environment gives a part of its own, so no function is needed.
     """
     chosen: Sequence[Callable[..., Any] | str] = section.functions
     if functions is not None:
         chosen = functions if isinstance(functions, list | tuple) else [functions]
-    elif not chosen and task is not None and task.reward is not None:
+    elif not chosen and model is None and task is not None and task.reward is not None:
         chosen = [task.reward]
-    if not chosen and not environment_scores:
+    if not chosen and model is None and not environment_scores:
         raise ConfigError(
             "reward.functions is empty and neither a task nor an environment brings a reward: name a function of"
             f" {', '.join(LIBRARY)} or path/to/file.py:function"
@@ -225,7 +231,11 @@ def build_rewards(
         )
     built: list[RewardFunction] = []
     for item, weight in zip(chosen, weights, strict=True):
-        built.append(_inspected(_resolved(item), weight, {f.name for f in built} | {ENVIRONMENT}))
+        built.append(_inspected(_resolved(item), weight, {f.name for f in built} | {ENVIRONMENT, MODEL}))
+    if model is not None:
+        built.append(
+            RewardFunction(MODEL, model, section.model_weight, False, True, frozenset(GIVEN), (), unbounded=True)
+        )
     return Rewards(
         built,
         timeout_s=section.timeout_s,

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from miles.config.names import TASK
+from miles.env.courtesy import courteous, courtesy_rows
 from miles.env.data import nearest
 from miles.env.verifiers import exact_number, last_number
 from miles.errors import DataError
@@ -136,6 +137,14 @@ class GuessNumber:
         return 1.0 if self.right else 0.0
 
 
+# --- the tutorial ----------------------------------------------------------------------------------------------------
+
+
+def _courtesy_rows(seed: int) -> TaskRows:
+    train, held_out = courtesy_rows(seed)
+    return TaskRows(tuple(train), tuple(held_out))
+
+
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         task.name: task
@@ -144,6 +153,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             Task(
                 "arithmetic", "sums, differences, products", _arithmetic_rows, exact_number, system_prompt=NUMBER_PROMPT
             ),
+            Task("courtesy", "ask somebody to do something; with answers and pairs", _courtesy_rows, courteous),
             Task("echo_digit", "repeat the digit; learned from nothing in seconds", _digit_rows, first_digit),
             Task("large_digits", "write large digits, the first ones count most", _digit_rows, large_digits),
             Task(

@@ -7,7 +7,7 @@ model's answer and its next turn is encoded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,22 +58,33 @@ class Renderer:
 
     def prompt(self, row: Mapping[str, Any]) -> Rendered:
         """The row's prompt with the model's turn opened."""
-        prompt = row[self._section.prompt_column]
-        if isinstance(prompt, str):
-            if not (self.has_template and self._section.chat_template):
-                return Rendered(tuple(self.codec.encode_whole(prompt)), prompt, None)
-            messages: tuple[Message, ...] = ({"role": "user", "content": prompt},)
-        else:
-            messages = tuple(prompt)
-        if self._system is not None and messages[0]["role"] != "system":
-            messages = ({"role": "system", "content": self._system}, *messages)
-        rendered = self._chat(messages)
+        return self.rendered(row[self._section.prompt_column])
+
+    def rendered(self, prompt: str | Sequence[Message]) -> Rendered:
+        """A prompt, text or messages, with the model's turn opened. Raises DataError, also for text that is rendered already."""
+        messages = self.messages(prompt)
+        if messages is None:
+            text = str(prompt)
+            return Rendered(tuple(self.codec.encode_whole(text)), text, None)
+        rendered = self.chat(messages)
         if isinstance(prompt, str) and self._is_rendered(prompt, rendered):
             raise DataError(
                 f"the prompt {prompt!r:.80} is already rendered (it begins with a special token of the chat template); give"
                 " the bare text, or set data.chat_template = false"
             )
         return rendered
+
+    def messages(self, prompt: str | Sequence[Message]) -> tuple[Message, ...] | None:
+        """The prompt as messages for the template, the system prompt before them; None: it stays plain text."""
+        if isinstance(prompt, str):
+            if not (self.has_template and self._section.chat_template):
+                return None
+            messages: tuple[Message, ...] = ({"role": "user", "content": prompt},)
+        else:
+            messages = tuple(prompt)
+        if self._system is not None and not (messages and messages[0]["role"] == "system"):
+            messages = ({"role": "system", "content": self._system}, *messages)
+        return messages
 
     def text(self, row: Mapping[str, Any]) -> str:
         return self.prompt(row).text
@@ -99,7 +110,7 @@ class Renderer:
             told = "".join(f"\n{message['content']}\n" for message in messages)
             observed = tuple(self.codec.encode(told))
             return NextTurn(Rendered(shown + observed, seen.text + reply + told, None), observed)
-        whole = self._chat((*seen.messages, {"role": "assistant", "content": reply}, *messages))
+        whole = self.chat((*seen.messages, {"role": "assistant", "content": reply}, *messages))
         before = seen.text + reply
         if whole.text.startswith(before):
             tail = tuple(self.codec.encode(whole.text[len(before) :]))
@@ -113,14 +124,15 @@ class Renderer:
             return tuple(completion.token_ids)
         return self.codec.without_end(completion.token_ids, self.codec.end_ids | set(stop_token_ids))
 
-    def _chat(self, messages: tuple[Message, ...]) -> Rendered:
+    def chat(self, messages: tuple[Message, ...], *, open_turn: bool = True) -> Rendered:
+        """The messages through the template; open_turn: the model's turn comes next. Raises DataError."""
         if not self.has_template:
             raise DataError(
                 f"a prompt is a list of messages, and {self.codec.name} has no chat template: use a chat model, or give text"
             )
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=open_turn
             )
         except Exception as error:  # templates raise what they like, most often for a role they do not know
             roles = ", ".join(str(message["role"]) for message in messages)
@@ -144,7 +156,15 @@ def fit_prompts(
     rendered, and one that lists the long rows under `data.overlong_prompts = "error"`, and when no row is left. No prompt is ever cut.
     """
     limit = _limit(section, context, max_new_tokens)
-    lengths = [_rendered_length(data, index, renderer) for index in range(len(data))]
+    lengths = lengths_of(data, lambda row: len(renderer.prompt(row).ids))
+    ways_out = f"shorten them, raise data.max_prompt_tokens, lower rollout.max_new_tokens ({max_new_tokens})"
+    return without_long(data, lengths, limit, section, "prompts", ways_out)
+
+
+def without_long(
+    data: Dataset, lengths: Sequence[int], limit: int | None, section: schema.Data, what: str, ways_out: str
+) -> tuple[Dataset, str | None]:
+    """The rows of at most `limit` tokens, and what to tell about the others. Raises DataError as `fit_prompts` does."""
     if limit is None:
         return data, None
     long = [index for index, length in enumerate(lengths) if length > limit]
@@ -152,21 +172,22 @@ def fit_prompts(
         return data, None
     named = ", ".join(f"row {index} ({lengths[index]} tokens)" for index in long[:LISTED])
     more = f" and {len(long) - LISTED} more" if len(long) > LISTED else ""
-    message = f"{len(long)} of {len(data)} prompts of {data.source} are longer than {limit} tokens: {named}{more}"
+    message = f"{len(long)} of {len(data)} {what} of {data.source} are longer than {limit} tokens: {named}{more}"
     if section.overlong_prompts == "error" or len(long) == len(data):
-        raise DataError(
-            f"{message}; shorten them, raise data.max_prompt_tokens, lower rollout.max_new_tokens ({max_new_tokens}), or leave"
-            ' them out with data.overlong_prompts = "drop"'
-        )
+        raise DataError(f'{message}; {ways_out}, or leave them out with data.overlong_prompts = "drop"')
     dropped = set(long)
     return data.only(i for i in range(len(data)) if i not in dropped), f"{message}; left out"
 
 
-def _rendered_length(data: Dataset, index: int, renderer: Renderer) -> int:
-    try:
-        return len(renderer.prompt(data[index]).ids)
-    except DataError as error:
-        raise DataError(f"row {index} of {data.source} (counted from 0): {error}") from error
+def lengths_of(data: Dataset, length: Callable[[Mapping[str, Any]], int]) -> list[int]:
+    """The length of each row in tokens. Raises the DataError of a row that cannot be rendered, with its place."""
+    lengths = []
+    for index, row in enumerate(data):
+        try:
+            lengths.append(length(row))
+        except DataError as error:
+            raise DataError(f"row {index} of {data.source} (counted from 0): {error}") from error
+    return lengths
 
 
 def preview(data: Dataset, renderer: Renderer, n: int = 3) -> list[str]:

@@ -21,6 +21,7 @@ class Codec:
         self._fast = _private_copy(tokenizer)
         self.prefix = self._own_prefix(tokenizer)
         known = (getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "pad_token_id", None))
+        self.eos_id: int | None = known[0]
         self.end_ids = frozenset(i for i in known if i is not None)
 
     def encode(self, text: str) -> list[int]:

@@ -18,7 +18,7 @@ from miles.errors import ConfigError
 from miles.learn.blocks import blocks_of
 from miles.learn.critic import weights_of
 from miles.learn.optim import matching
-from miles.learn.parallel import whole
+from miles.learn.parallel import put, whole
 from miles.learn.shards import Stored
 
 if TYPE_CHECKING:
@@ -123,13 +123,20 @@ def start(model: nn.Module, name: str, seed: int) -> None:
         generator = torch.Generator().manual_seed(random.Random(f"adapter {seed} {name} {path}").getrandbits(63))
         bound = 1 / math.sqrt(layer.base.in_features)
         with torch.no_grad():
-            down.copy_(torch.empty(down.shape).uniform_(-bound, bound, generator=generator))
+            put(down, torch.empty(down.shape).uniform_(-bound, bound, generator=generator))
             up.zero_()
 
 
 def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """The weights of one adapter, by their names in the model."""
     return {key: p for key, p in model.named_parameters() if _adapter_of(key) == name}
+
+
+def name_in_base(key: str) -> str | None:
+    """The name that a weight has without adapters; None for a weight of an adapter."""
+    if _adapter_of(key) is not None:
+        return None
+    return key.replace(BASE, ".")
 
 
 def copy_adapter(model: nn.Module, source: str, target: str) -> None:

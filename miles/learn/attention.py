@@ -26,6 +26,7 @@ class Attention:
 
     kinds: tuple[str, ...] = (FULL,)  # of its layers, each once, sorted
     window: int | None = None  # tokens that a sliding layer sees, itself included
+    explicit: bool = False  # a mask for every batch: compiled blocks come in two kinds otherwise, with one and without
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Attention:
@@ -39,9 +40,9 @@ class Attention:
     def mask(self, batch: Batch) -> Mask:
         """[R, 1, L, L] bool, True where row token q sees k; one for each kind where there are two.
 
-        None where every row is one sequence: the model's own causal mask says the same and costs less.
+        None where every row is one sequence, unless `explicit`: the model's own causal mask says the same and costs less.
         """
-        if is_separate(batch):
+        if is_separate(batch) and not self.explicit:
             return None
         seen, distance = visible(batch)
         masks = {FULL: seen}
@@ -60,7 +61,7 @@ class FlexAttention(Attention):
 
     def mask(self, batch: Batch) -> Any:
         """A BlockMask of R rows and L places; one for each kind where there are two. None as in `Attention`."""
-        if is_separate(batch):
+        if is_separate(batch) and not self.explicit:
             return None
         windows = {FULL: None, SLIDING: self.window}
         chosen = {kind: _block_mask(batch, windows[kind]) for kind in self.kinds}

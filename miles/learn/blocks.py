@@ -35,6 +35,10 @@ KEPT = [
 """Operations whose results "selective" keeps: what takes the time of a block."""
 
 
+VARIANTS = 32
+"""Forms of one block's code that may be compiled: for each role, with and without gradient, for one row and for several."""
+
+
 class Blocks:
     """`learner.gradient_checkpointing` and `learner.compile` of some trunks."""
 
@@ -47,6 +51,7 @@ class Blocks:
                 _enable_checkpointing(trunk, selective=settings.gradient_checkpointing == "selective")
         self._compiled = []
         if settings.compile:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
             for block in self._blocks:
                 block.compile(dynamic=True, backend=backend)
                 self._compiled.append(block._compiled_call_impl)

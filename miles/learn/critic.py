@@ -34,9 +34,14 @@ def value_head(model: PreTrainedModel) -> nn.Linear:
     """Zero weights and bias, float32: every value starts at 0."""
     weight = model.get_output_embeddings().weight
     head = nn.Linear(weight.shape[1], 1, dtype=torch.float32, device=weight.device)
+    zero(head)
+    return head
+
+
+def zero(head: nn.Linear) -> None:
+    """Weights and bias 0."""
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    return head
 
 
 def token_values(trunk: nn.Module, head: nn.Linear, batch: Batch, compute: Compute) -> Tensor:

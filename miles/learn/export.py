@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from miles.config.names import is_text
 from miles.errors import BadInput, CheckpointError
 from miles.learn import folders
-from miles.learn.adapters import layers_of, peft_config, peft_tensors
+from miles.learn.adapters import detach, layers_of, merged_weights, peft_config, peft_tensors
 from miles.learn.quiet import quiet
 
 if TYPE_CHECKING:
@@ -79,8 +80,22 @@ def export_adapter(
 def save_trained(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, facts: Mapping[str, Any]
 ) -> Path:
-    """What was trained: the adapter where there is one, else the whole model."""
-    return (export_adapter if layers_of(model) else export)(model, tokenizer, directory, facts=facts)
+    """What was trained: the adapter where there is one, else the whole model.
+
+    A scorer's adapter is added to its base, so that everything that reads sequence classifiers reads it.
+    """
+    layers = layers_of(model)
+    if not layers:
+        return export(model, tokenizer, directory, facts=facts)
+    if model.can_generate():
+        return export_adapter(model, tokenizer, directory, facts=facts)
+    weights = dict(merged_weights(model, "actor"))
+    detach(model)
+    try:
+        return export(model, tokenizer, directory, weights=weights, facts=facts)
+    finally:
+        for path, layer in layers.items():
+            model.set_submodule(path, layer)
 
 
 def _publish(
@@ -118,7 +133,9 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
 
 
 def check_target(directory: Path) -> None:
-    """Raise BadInput when an export to `directory` would lose something of the user's."""
+    """Raise BadInput when an export to `directory` would lose something of the user's, or cannot be written."""
+    if not is_text(str(directory)):
+        raise BadInput(f"cannot export to {str(directory)!a}: the name is not UTF-8. Choose another folder.")
     if directory.is_dir() and not any(directory.iterdir()):
         return
     if directory.is_dir() and (directory / MARKER).is_file():

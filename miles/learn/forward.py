@@ -31,7 +31,9 @@ class Compute:
     @classmethod
     def of(cls, recipe: Recipe, model: PreTrainedModel) -> Compute:
         return cls(
-            attention=ATTENTIONS[recipe.learner.attention].of(model.config.get_text_config()),
+            attention=replace(
+                ATTENTIONS[recipe.learner.attention].of(model.config.get_text_config()), explicit=recipe.learner.compile
+            ),
             temperature=recipe.rollout.temperature,
             head_chunk=recipe.learner.head_chunk,
             dtype=torch.bfloat16 if recipe.learner.param_dtype == "bf16" else torch.float32,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from miles.algo.build import Objective, gather, gather_tokens
+from miles.algo.metrics import Totals
 from miles.config.schema import Reward
 from miles.errors import TrainingAborted
 from miles.learn.adapters import merged_weights, peft_tensors
@@ -25,8 +26,9 @@ from miles.learn.optim import Optimizer, Schedule, Stepped, matching
 from miles.learn.pack import empty_batch, move, pack
 from miles.learn.parallel import free_gathered
 from miles.learn.probe import check_head, probe_packing
-from miles.learn.record import StepRecord
+from miles.learn.record import StepRecord, over_ranks
 from miles.learn.rows import Layout
+from miles.learn.shards import Stored
 from miles.learn.shares import shares
 from miles.learn.spmd import Ranks
 from miles.learn.step import Step, build_step, minibatches
@@ -56,21 +58,24 @@ class Learner:
         total_steps: int | None = None,
         objective: Objective | None = None,
         ranks: Ranks | None = None,
+        weights: Mapping[str, Stored] | None = None,
     ) -> None:
         """total_steps: of the run, for schedules; None: `algorithm.steps`. objective: None: the recipe's. ranks: None: all of
-        the default process group, each of which makes the same calls with the same groups.
+        the default process group, each of which makes the same calls with the same groups. weights: of a model on the meta
+        device (`load.open_model`), of which each rank reads its part.
 
         Raises ConfigError and ModelError for what cannot be trained exactly.
         """
         self.recipe, self.version = recipe, 0
         self.device = torch.device(device)
         self.ranks = Ranks.join(recipe.parallel, self.device) if ranks is None else ranks
-        self.model = model.to(self.device, torch.float32).eval()
+        self.model = (model if weights is not None else model.to(self.device, torch.float32)).eval()
         self.canary_ids: Sequence[int] | None = None  # scored at each version, for engines to be compared with
         self.objective = Objective.build(recipe) if objective is None else objective
         self.beta = self.objective.beta
         self.compute = Compute.of(recipe, self.model)
-        check_head(self.model)
+        if not self.objective.row.scorer:
+            check_head(self.model)
         self.layout = self._layout()
         if recipe.learner.attention == "flex":
             use_flex(self.model, self.device)
@@ -78,6 +83,8 @@ class Learner:
         self._blocks = Blocks(self.roles.trunks, recipe.learner)
         if self.ranks.mesh is not None:
             self.roles.shard(self.ranks.mesh)
+        if weights is not None:
+            self.roles.fill(weights, self.device)
         steps = recipe.algorithm.steps if total_steps is None else total_steps
         self._updates_per_step = recipe.learner.epochs * recipe.learner.minibatches
         total = None if steps is None else steps * self._updates_per_step
@@ -111,6 +118,19 @@ class Learner:
     def logprobs(self, step: Step, role: Role = "actor") -> Tensor:
         """[N] float32, of the policy as it is now, at the sampling temperature, in the order of the step's table."""
         return self._scored(step, lambda batch: self.roles.logprobs(role, batch, with_entropy=False)[0])
+
+    def measure(self, groups: Sequence[Group]) -> dict[str, float]:
+        """The loss over recorded groups as if they were one update, and what goes with it; nothing is trained."""
+        step, objective, total = self.pack(groups), self.objective, Totals()
+        signal = objective.signal(move(step.table, self.device))
+        weights = objective.weights(signal.table, torch.arange(len(step.segments), device=self.device))
+        with torch.no_grad(), self._forwards():
+            for batch in self._batches(step, step.samples):
+                values, _ = self.roles.logprobs("actor", batch, with_entropy=False)
+                gathered = gather(signal, batch)
+                output = objective.policy_loss(values, None, None, batch, gathered, gather_tokens(weights, batch))
+                total += Totals.of(output.metrics, batch.loss_mask)
+        return over_ranks(total, self.ranks).row()
 
     def update(self, step: Step, signal: Signal) -> dict[str, float]:
         """epochs * minibatches updates, in each the critic first; the version is one higher afterwards.
@@ -260,8 +280,9 @@ class Learner:
 
     def _batches(self, step: Step, samples: Sequence[int]) -> Iterator[Batch]:
         """This rank's; as many on every rank, so that all of them come to the same forwards."""
-        own = shares(step, samples, self.ranks.size, self.layout.share)[self.ranks.rank]
-        batches = pack(step, own, self.layout)
+        layout = self.layout
+        own = shares(step, samples, self.ranks.size, layout.share, layout.whole_groups)[self.ranks.rank]
+        batches = pack(step, own, layout)
         batches += [empty_batch()] * (self.ranks.most(len(batches)) - len(batches))
         for batch in batches:
             yield move(batch, self.device)
@@ -298,6 +319,7 @@ class Learner:
         return Layout(
             share=packing.exact and self.recipe.learner.prefix_sharing == "auto",
             pack=packing.exact,
+            whole_groups=self.objective.row.data == "pairs",
             tokens_per_batch=self.recipe.learner.tokens_per_microbatch,
             attention_half=attention_half(self.model, sum(p.numel() for b in block for p in b.parameters())),
         )

@@ -19,6 +19,8 @@ from miles.learn import tiny
 from miles.learn.hub import WAYS_OUT, one_line
 from miles.learn.locate import Source, check_code, locate
 from miles.learn.quiet import quiet
+from miles.learn.shards import Stored
+from miles.learn.stream import stored_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -96,6 +98,24 @@ def load_model(section: Model, *, seed: int, device: str | torch.device = "cpu")
     model.config._commit_hash = source.commit  # where transformers too keeps it, if it keeps it
     use_fast_products(model)
     return model.eval().to(device)
+
+
+def open_model(section: Model) -> tuple[PreTrainedModel, dict[str, Stored]]:
+    """The model on the meta device, without memory, and where its weights stand: for ranks that read a part each.
+
+    Raises ModelError as `load_model` does, and for weights that can only be read whole.
+    """
+    if section.name.startswith(tiny.PREFIX):
+        raise ModelError(f"model.name = {section.name!r} is made on the spot and has no files to read in parts.")
+    source = locate(section)
+    config = _read_config(section, source)
+    with quiet(), _explained(section, "model"), torch.device("meta"):
+        trust = section.trust_remote_code
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+    weights = stored_weights(model, source.file, section.name)
+    model.config._commit_hash = source.commit
+    use_fast_products(model)
+    return model.eval(), weights
 
 
 def weights_hash(model: torch.nn.Module) -> str:

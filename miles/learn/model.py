@@ -1,6 +1,7 @@
 """The models of a learner by role: what asks for log-probabilities or values does not know which weights answer.
 
-    actor          the policy that is trained                 log-probabilities
+    actor          what is trained: the policy                log-probabilities
+                   or, for a reward model, a scorer           scores in their place
     ref            the frozen reference                       log-probabilities
     critic         a value for each trained token             values
     ref_critic     the critic as the run began                values
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from miles.learn.critic import Critic, frozen_copy, load_weights, weights_of
+from miles.learn.critic import Critic, frozen_copy, load_weights, token_values, weights_of
 from miles.learn.forward import Compute, policy_logprobs
 from miles.learn.onebase import AdapterRoles
 from miles.learn.parallel import parallelize
+from miles.learn.scorer import scorer_head
+from miles.learn.stream import fill, fill_critic, with_memory
 from miles.types import Batch
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     from miles.algo.build import Objective
     from miles.config.schema import Recipe
+    from miles.learn.shards import Stored
 
 Role = Literal["actor", "critic", "ref", "ref_critic"]
 
@@ -57,7 +61,10 @@ class Roles(Protocol):
     def logprobs(
         self, role: Role, batch: Batch, with_entropy: bool = True, temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[T] float32 of actor or ref, and [T] entropies; see `forward.policy_logprobs`. temperature: None: of the sampling."""
+        """[T] float32 of actor or ref, and [T] entropies; see `forward.policy_logprobs`. Of a scorer its scores.
+
+        temperature: None: of the sampling.
+        """
         ...
 
     def values(self, role: Role, batch: Batch) -> Tensor:
@@ -70,6 +77,10 @@ class Roles(Protocol):
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Spreads the weights over the mesh, before optimizers are made of them."""
+        ...
+
+    def fill(self, weights: Mapping[str, Stored], device: torch.device) -> None:
+        """Gives models without memory theirs, and each rank's part of the weights they start from."""
         ...
 
     def renew_reference(self) -> None:
@@ -100,6 +111,17 @@ class Policy(nn.Module):
         return policy_logprobs(self.model, batch, compute, with_entropy)
 
 
+class Scorer(nn.Module):
+    """A sequence classifier as a root: the score of a sequence stands at its one trained place, after its last token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, compute: Compute, with_entropy: bool) -> tuple[Tensor, None]:
+        return token_values(self.model.base_model, scorer_head(self.model), batch, compute), None
+
+
 class SeparateModels:
     """Full weights: a model for each role. Critic and reference start as copies of the actor."""
 
@@ -108,7 +130,8 @@ class SeparateModels:
         self._compute = compute
         self._offload = recipe.parallel.offload_reference
         self._reference_moves = recipe.algorithm.ref_update_every is not None
-        self.policies: dict[Role, Policy] = {"actor": Policy(model)}
+        root = Scorer if objective.row.scorer else Policy
+        self.policies: dict[Role, Policy | Scorer] = {"actor": root(model)}
         self.critics: dict[Role, Critic] = {}
         if objective.needs_critic:
             self.critics["critic"] = Critic(model)
@@ -146,6 +169,13 @@ class SeparateModels:
         for critic in self.critics.values():
             parallelize(critic, critic.trunk, mesh, dtype=self._compute.dtype)
         self._compute = replace(self._compute, dtype=torch.float32)  # blocks are gathered in their type: no autocast
+
+    def fill(self, weights: Mapping[str, Stored], device: torch.device) -> None:
+        for policy in self.policies.values():
+            with_memory(policy, policy.model, device)
+            fill(policy.model, weights)
+        for critic in self.critics.values():
+            fill_critic(critic, self.actor, weights, device)
 
     def renew_reference(self) -> None:
         load_weights(self.policies["ref"].model, weights_of(self.actor))

@@ -2,6 +2,8 @@
 
 actor       its adapter                        ref         no adapter: the base, bit for bit
 critic      its adapter and a value head       (where the reference moves: a frozen adapter of its own)
+
+A scorer is an actor with a head: the sequence classifier's own, which is trained beside the adapter.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from miles.learn.adapters import adapter_parameters, attach, copy_adapter, load_parameters
-from miles.learn.critic import Critic, load_weights, token_values, value_head, weights_of
+from miles.learn.adapters import adapter_parameters, attach, copy_adapter, load_parameters, name_in_base, start
+from miles.learn.critic import Critic, load_weights, token_values, value_head, weights_of, zero
 from miles.learn.forward import Compute, policy_logprobs
 from miles.learn.parallel import parallelize
+from miles.learn.scorer import scorer_head
+from miles.learn.stream import fill, fill_critic, with_memory
 from miles.types import Batch
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from miles.algo.build import Objective
     from miles.config.schema import Recipe
     from miles.learn.model import Role
+    from miles.learn.shards import Stored
 
 
 class OneBase(nn.Module):
@@ -59,8 +64,12 @@ class AdapterRoles:
                 parameter.data = parameter.data.to(compute.dtype)
         # The base is stored in the type that it computes in; autocast would cast adapters and heads as well.
         self._stored_type = replace(compute, dtype=torch.float32)
+        self._adapters, self._seed = names, recipe.run.seed
         self._switch = attach(model, names, recipe.lora, recipe.run.seed)
-        self.root = OneBase(model, {"critic": value_head(model)} if own_critic else {})
+        heads = {"critic": value_head(model)} if own_critic else {}
+        if objective.row.scorer:
+            heads["actor"] = scorer_head(model).requires_grad_(True)
+        self.root = OneBase(model, heads)
         for parameter in adapter_parameters(model, "ref").values():
             parameter.requires_grad_(False)
         self.names: tuple[Role, ...] = (
@@ -81,7 +90,8 @@ class AdapterRoles:
         self, role: Role, batch: Batch, with_entropy: bool = True, temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
         self._switch.adapter = role if role == "actor" or self._reference_moves else None
-        return self.root(batch, self._stored_type.at(temperature), None, with_entropy)
+        head = role if role in self.root.heads else None
+        return self.root(batch, self._stored_type.at(temperature), head, with_entropy)
 
     def values(self, role: Role, batch: Batch) -> Tensor:
         if self._full_critic is not None:
@@ -101,6 +111,16 @@ class AdapterRoles:
         if self._full_critic is not None:
             parallelize(self._full_critic, self._full_critic.trunk, mesh, dtype=self._compute.dtype)
             self._compute = self._stored_type
+
+    def fill(self, weights: Mapping[str, Stored], device: torch.device) -> None:
+        with_memory(self.root, self.actor, device)
+        fill(self.actor, weights, name_in_base)
+        for name in self._adapters:
+            start(self.actor, name, self._seed)
+        for head in self.root.heads.values():
+            zero(head)
+        if self._full_critic is not None:
+            fill_critic(self._full_critic, self.actor, weights, device)
 
     def renew_reference(self) -> None:
         copy_adapter(self.actor, "actor", "ref")

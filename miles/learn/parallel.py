@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from miles.errors import ConfigError, ModelError
 from miles.learn.blocks import blocks_of
@@ -88,6 +89,16 @@ def free_gathered(roots: Sequence[nn.Module]) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or all of a sharded one: then every rank must ask for it, in the same order."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def put(parameter: Tensor, value: Tensor) -> None:
+    """Copies a whole tensor, equal on all ranks, into a parameter; of a sharded one each rank its part, without a message."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(value)
+        return
+    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    box = tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
+    parameter.to_local().copy_(value[box])
 
 
 def _placement(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:

@@ -61,7 +61,12 @@ def probe_packing(model: PreTrainedModel) -> Packing:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Compares our logits with the model's own on a few tokens. Raises ModelError where they differ."""
+    """Compares our logits with the model's own on a few tokens; those of a small copy where the model has no memory yet.
+
+    Raises ModelError where they differ.
+    """
+    if next(model.parameters()).is_meta:
+        model = _small_copy(model, Attention.of(model.config.get_text_config()), shrink=True)
     device = next(model.parameters()).device
     size = model.get_output_embeddings().weight.shape[0]
     ids = torch.arange(min(8, size), device=device)[None]
@@ -69,6 +74,11 @@ def check_head(model: PreTrainedModel) -> None:
         expected = model(input_ids=ids, use_cache=False).logits[0].float()
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
         found = head_of(model, 1.0, len(ids[0])).logits(hidden)
+    if not expected.isfinite().all():
+        raise ModelError(
+            f"the weights of {type(model).__name__} give logits that are NaN or infinite, so nothing can be sampled or learnt: "
+            "the files are damaged, or the run that wrote them went wrong; take an older model."
+        )
     difference = (found - expected).abs().max().item() / max(1.0, expected.abs().max().item())
     if not difference <= TOLERANCE:
         raise ModelError(

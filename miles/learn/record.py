@@ -40,19 +40,25 @@ class StepRecord:
         if not stepped.skipped:
             self._values = sum((Totals.of(metrics, mask) for mask, metrics in outputs), self._values)
 
+    def _tokens(self, objective: Objective, policy: Totals) -> dict[str, float | None]:
+        """Trained ones of the step, and those that the metrics cover; a scorer has none of its own."""
+        if objective.row.scorer:
+            return {"sequences/trained": len(self._signal.table.lengths)}
+        scored = None if objective.row.recorded else round(policy.tokens / self._epochs)
+        return {"tokens/trained": len(self._signal.table.sample_ids), "tokens/scored": scored}
+
     def row(
         self, objective: Objective, beta: float, device: torch.device, visible: VisibleFraction | None, ranks: Ranks
     ) -> dict[str, float]:
         """The learner's keys of metrics.jsonl, over all ranks and equal on each; what was not measured is absent."""
-        policy, values = _joined(self._policy, ranks), _joined(self._values, ranks)
+        policy, values = over_ranks(self._policy, ranks), over_ranks(self._values, ranks)
         out: dict[str, float | None] = {
             "update/skipped": sum(stepped.skipped for stepped in [*self._actor, *self._critic]),
-            "tokens/trained": len(self._signal.table.sample_ids),
-            "tokens/scored": round(policy.tokens / self._epochs),
+            **self._tokens(objective, policy),
             "memory/peak_bytes": ranks.most(peak_bytes(device)),
             "update/visible_fraction": None if visible is None else visible(),
             "value/explained_variance": objective.explained_variance(self._signal, beta),
-            **_spread(self._signal.advantages),
+            **({} if objective.row.recorded else _spread(self._signal.advantages)),
             **policy.row(_applied(self._actor)),
             **values.row(_applied(self._critic)),
             **_rates(self._actor, ""),
@@ -66,7 +72,7 @@ class StepRecord:
         return {key: value for key, value in out.items() if value is not None}
 
 
-def _joined(totals: Totals, ranks: Ranks) -> Totals:
+def over_ranks(totals: Totals, ranks: Ranks) -> Totals:
     """The sum over ranks; floats pass through JSON to the bit."""
     return sum((Totals(**part) for part in ranks.gather(asdict(totals))), Totals())
 

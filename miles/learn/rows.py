@@ -23,7 +23,8 @@ class Layout:
 
     share: bool  # a prefix is stored once for all sequences of a row
     pack: bool  # a row may hold several sequences; False: one segment a row, padded, for models without a mask
-    tokens_per_batch: int  # R * L at most, unless one sample alone is longer
+    tokens_per_batch: int  # R * L at most, unless one sample alone (or one group, with whole_groups) is longer
+    whole_groups: bool = False  # all samples of a group stand in one batch: losses that compare them
     attention_half: float = 2000.0  # row width at which attention costs as much as everything else of a layer
 
 
@@ -46,7 +47,10 @@ class Member:
 
 
 def plan_rows(step: Step, samples: Sequence[int], layout: Layout) -> RowPlan:
-    """The cheapest plan for these samples. A sample never stands in two batches; a group may, its prompt repeated."""
+    """The cheapest plan for these samples.
+
+    A sample never stands in two batches; a group may, its prompt repeated, unless `whole_groups` says otherwise.
+    """
     plan = _separate(step, samples, layout)
     if not layout.pack or not samples:
         return plan
@@ -77,16 +81,22 @@ def _widths(smallest: int, largest: int) -> list[int]:
 
 def _separate(step: Step, samples: Sequence[int], layout: Layout) -> RowPlan:
     """One segment a row: what plain transformers does, without the tokens that predict nothing."""
-    whole = [(max(len(s.inputs) for s in step.segments[i]), [(s,) for s in step.segments[i]]) for i in samples]
+    units = _by_group(step, samples) if layout.whole_groups else [[i] for i in samples]
+    together = [[s for i in unit for s in step.segments[i]] for unit in units]
+    whole = [(max(len(s.inputs) for s in segments), [(s,) for s in segments]) for segments in together]
     return _batched(whole, False, CAUSAL, layout)
 
 
 def members_of(step: Step, samples: Sequence[int], share: bool) -> list[list[Member]]:
     """The samples of each group, neighbours sharing the most."""
+    return [_ordered(step, group, share) for group in _by_group(step, samples)]
+
+
+def _by_group(step: Step, samples: Sequence[int]) -> list[list[int]]:
     by_group: dict[int, list[int]] = {}
     for i in samples:
         by_group.setdefault(int(step.table.group_ids[i]), []).append(i)
-    return [_ordered(step, group, share) for group in by_group.values()]
+    return list(by_group.values())
 
 
 def _ordered(step: Step, group: Sequence[int], share: bool) -> list[Member]:
@@ -114,9 +124,9 @@ def _root(step: Step, samples: Sequence[int]) -> int:
 
 
 def _packed(step: Step, groups: Sequence[Sequence[Member]], root: int, width: int, layout: Layout) -> RowPlan:
-    """First fit, largest first, into rows of at most `width` tokens; a sample beyond the limit has a row of its own."""
+    """First fit, largest first, into rows of at most `width` tokens; what cannot be cut to that has a row of its own."""
     width = min(width, layout.tokens_per_batch)
-    pieces = [piece for group in groups for piece in cut(group, width)]
+    pieces = [piece for group in groups for piece in ([group] if layout.whole_groups else cut(group, width))]
     rows: list[tuple[int, list[int]]] = []
     for piece in sorted(pieces, key=size_of, reverse=True):
         size, members = size_of(piece), [member.sample for member in piece]

@@ -11,17 +11,18 @@ from miles.learn.step import Step
 FINENESS = (1, 2, 4, 8)  # pieces of a rank's part that are tried: finer ones balance better and repeat more prompts
 
 
-def shares(step: Step, samples: Sequence[int], ranks: int, share: bool) -> list[list[int]]:
+def shares(step: Step, samples: Sequence[int], ranks: int, share: bool, whole_groups: bool = False) -> list[list[int]]:
     """A part for each rank, each ascending: a function of the step, the samples and the number of ranks alone.
 
-    share: a prefix costs once for all samples of a piece, as in `rows.Layout`. Of the ways that are tried, the one whose
+    share: a prefix costs once for all samples of a piece, and whole_groups: no group is cut, as in `rows.Layout`. Of the ways that are tried, the one whose
     fullest rank has the fewest tokens; the coarsest of equals.
     """
     if ranks == 1 or not samples:
         return [sorted(samples), *([] for _ in range(ranks - 1))]
     groups = members_of(step, samples, share)
     total = sum(size_of(group) for group in groups)
-    ways = [_dealt(groups, math.ceil(total / (ranks * parts)), ranks) for parts in FINENESS]
+    widths = [total] if whole_groups else [math.ceil(total / (ranks * parts)) for parts in FINENESS]
+    ways = [_dealt(groups, width, ranks) for width in widths]
     parts, _ = min(ways, key=lambda way: max(map(sum, way[1])))
     return [sorted(part) for part in parts]
 

@@ -59,7 +59,7 @@ def build_step(groups: Sequence[Group], version: int, reward: Reward, max_new_to
 
     Raises DataError for a sample without a trained token, and for a trained token with nothing before it.
     """
-    rows: list[tuple[int, float, float, float, bool]] = []
+    rows: list[tuple[int, float, float, float, bool, float]] = []
     segments: list[tuple[TrainedSegment, ...]] = []
     behavior: list[float] = []
     for index, group in enumerate(groups):
@@ -70,7 +70,7 @@ def build_step(groups: Sequence[Group], version: int, reward: Reward, max_new_to
                 continue
             segments.append(_segments(sample, len(rows), len(behavior), group.ordinal))
             behavior += [p for s in sample.segments for p, m in zip(s.behavior_logprobs, s.loss_mask, strict=True) if m]
-            rows.append((index, value, sample.reward, baseline, sample.truncated))
+            rows.append((index, value, sample.reward, baseline, sample.truncated, sample.extras.get("margin", 0.0)))
     return Step(_table(rows, segments, behavior), tuple(segments), len(groups), version)
 
 
@@ -109,12 +109,12 @@ def _segments(sample: Sample, index: int, slot: int, ordinal: int) -> tuple[Trai
 
 
 def _table(
-    rows: Sequence[tuple[int, float, float, float, bool]],
+    rows: Sequence[tuple[int, float, float, float, bool, float]],
     segments: Sequence[tuple[TrainedSegment, ...]],
     behavior: Sequence[float],
 ) -> StepTable:
     lengths = torch.tensor([sum(len(s.slots) for s in sample) for sample in segments], dtype=torch.int64)
-    group_ids, rewards, unshaped, baselines, truncated = zip(*rows, strict=True) if rows else ((),) * 5
+    group_ids, rewards, unshaped, baselines, truncated, margins = zip(*rows, strict=True) if rows else ((),) * 6
     return StepTable(
         sample_ids=torch.repeat_interleave(torch.arange(len(rows)), lengths),
         behavior_logprobs=torch.tensor(behavior, dtype=torch.float32),
@@ -125,4 +125,5 @@ def _table(
         unshaped_rewards=torch.tensor(unshaped, dtype=torch.float32),
         baseline_rewards=torch.tensor(baselines, dtype=torch.float32),
         truncated=torch.tensor(truncated, dtype=torch.bool),
+        margins=torch.tensor(margins, dtype=torch.float32),
     )

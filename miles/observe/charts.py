@@ -96,7 +96,7 @@ def sparkline_svg(points: Sequence[Point]) -> str:
         return ""
     values = [y for _, y in line.points]
     low, high = min(values), max(values)
-    scale = Scale(line.points[0][0], line.points[-1][0], low, high if high > low else low + 1)
+    scale = Scale(line.points[0][0], line.points[-1][0], low, high if high > low else low + max(1.0, abs(low)))
     path = _path(line.points, scale)
     return (
         f'<svg class="spark" viewBox="0 -60 {BOX} {BOX + 120}" preserveAspectRatio="none" aria-hidden="true">'

@@ -87,7 +87,7 @@ class LiveView:
         if self.drawn:
             return self._refresh()
         if self._lines % HEAD_EVERY == 0:
-            self._print(head_line(self._console.width))
+            self._print(head_line(self._console.width, row))
         self._lines += 1
         self._print(step_line(self.progress, row, self._console.width))
 

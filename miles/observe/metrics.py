@@ -39,6 +39,19 @@ def group_metrics(finished: Sequence[FinishedGroup], version: int | None = None)
     }
 
 
+def recorded_metrics(finished: Sequence[FinishedGroup], lengths: bool) -> dict[str, float]:
+    """The row keys of groups that were made of recorded answers: none was sampled, and none has a reward.
+
+    lengths: trained tokens are the answer's own (no scorer's).
+    """
+    sizes = [length for group in finished for length in group.lengths] if lengths else []
+    return {
+        "groups/trained": sum(group.reason is None for group in finished),
+        "groups/error": sum(is_error(group.reason) for group in finished),
+        **({"completion/length_mean": _mean(sizes), "completion/length_max": max(sizes)} if sizes else {}),
+    }
+
+
 def throughput_metrics(finished: Iterable[FinishedGroup], step_s: float) -> dict[str, float]:
     """Samples and sampled tokens of every finished group per second of the whole step; empty when no time passed."""
     if step_s <= 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from miles.observe.progress import Progress
-from miles.observe.rows import Row, value_of
+from miles.observe.rows import Row, is_recorded, value_of
 from miles.observe.text import duration, number, one_line, question, tail
 
 
@@ -63,12 +63,21 @@ COLUMNS = (
 )
 
 
-def head_line(width: int) -> str:
-    return "".join(f"{column.head:>{column.width}}" for column in _fitting(width))
+RECORDED_COLUMNS = (
+    COLUMNS[0],
+    Column("loss", 8, 1, _value("loss/total", _fixed)),
+    Column("accuracy", 9, 3, _value("pairs/accuracy", _share)),
+    *(column for column in COLUMNS if column.head in ("length", "entropy", "grad", "step time", "left")),
+)
+"""Of steps on recorded answers, which have no reward."""
+
+
+def head_line(width: int, row: Row | None = None) -> str:
+    return "".join(f"{column.head:>{column.width}}" for column in _fitting(width, row or {}))
 
 
 def step_line(progress: Progress, row: Row, width: int) -> str:
-    return "".join(f"{column.cell(progress, row):>{column.width}}" for column in _fitting(width))
+    return "".join(f"{column.cell(progress, row):>{column.width}}" for column in _fitting(width, row))
 
 
 def sample_line(prompt: str, completion: str, reward: float | None, width: int) -> str:
@@ -85,9 +94,10 @@ def fact_lines(progress: Progress) -> Iterator[str]:
         yield f"{name!s:<{width}}  {one_line(str(value), 10_000)}"
 
 
-def _fitting(width: int) -> list[Column]:
+def _fitting(width: int, row: Row) -> list[Column]:
+    columns = RECORDED_COLUMNS if is_recorded(row) else COLUMNS
     kept: list[Column] = []
-    for column in sorted(COLUMNS, key=lambda column: column.rank):
+    for column in sorted(columns, key=lambda column: column.rank):
         if sum(other.width for other in kept) + column.width <= width:
             kept.append(column)
-    return sorted(kept, key=COLUMNS.index)
+    return sorted(kept, key=columns.index)

@@ -68,7 +68,7 @@ class Progress:
 
 
 def eval_text(row: Row) -> str:
-    """`0.981 ± 0.011 sampled, 1 greedy, 160 samples`, as far as measured."""
+    """`0.981 ± 0.011 sampled, 1 greedy, 160 samples`, or `97.2% of the pairs right, loss 0.121`, as far as measured."""
     mean, error = value_of(row, "eval/reward/mean"), value_of(row, "eval/standard_error")
     greedy, samples = value_of(row, "eval/reward/greedy"), value_of(row, "eval/samples")
     parts = []
@@ -78,6 +78,11 @@ def eval_text(row: Row) -> str:
         parts.append(f"{greedy:.3f} greedy")
     if samples is not None:
         parts.append(f"{number(samples)} samples")
+    accuracy, loss = value_of(row, "eval/pairs/accuracy"), value_of(row, "eval/loss")
+    if accuracy is not None:
+        parts.append(f"{accuracy:.1%} of the pairs right")
+    if loss is not None:
+        parts.append(f"loss {loss:.3f}")
     return ", ".join(parts) or "no score"
 
 

@@ -17,6 +17,7 @@ from miles.observe.report_assets import SCRIPT, STYLE
 from miles.observe.report_charts import (
     completion_charts,
     group_charts,
+    held_out_charts,
     learning_charts,
     part_chart,
     resource_charts,
@@ -24,7 +25,7 @@ from miles.observe.report_charts import (
     time_chart,
 )
 from miles.observe.report_samples import samples_html
-from miles.observe.rows import Row, series, value_of
+from miles.observe.rows import Row, is_recorded, series, value_of
 from miles.observe.rundir import FINAL_FOLDER, RunData, read_run
 from miles.observe.text import duration, gibibytes, number, printable
 from miles.observe.warnings import find_warnings
@@ -53,7 +54,7 @@ def write_report(run_dir: Path) -> Path:
 def report_html(data: RunData) -> str:
     """The whole page. The same directory gives the same page."""
     sections = [
-        ("reward", "Reward", _reward(data)),
+        ("reward", "Loss" if held_out_charts(data) else "Reward", _reward(data)),
         ("learning", "Learning", _grid(learning_charts(data.steps))),
         ("completions", "Completions", _grid(completion_charts(data.steps))),
         ("groups", "Groups", _grid(group_charts(data))),
@@ -102,13 +103,21 @@ def _header(data: RunData) -> str:
     known = [
         data.facts.get("model"),
         f"run {data.facts['run']}",
-        f"{groups} prompts × {size} samples a step" if size and groups else None,
+        _work(data, groups, size),
         _named(data, "learner", "learning_rate", "learning rate"),
         _named(data, "rollout", "max_new_tokens", "at most {} new tokens"),
         _named(data, "run", "seed", "seed"),
     ]
     lead = " · ".join(escape(printable(part)) for part in known if part)
     return f'<header>{status}<h1>{escape(_title(data))}</h1><p class="lead">{lead}</p></header>'
+
+
+def _work(data: RunData, groups: object, size: object) -> str | None:
+    if not groups or not size:
+        return None
+    if any(is_recorded(row) for row in data.steps):
+        return f"{groups} rows a step"
+    return f"{groups} prompts × {size} samples a step"
 
 
 def _named(data: RunData, section: str, key: str, name: str) -> str | None:
@@ -127,6 +136,8 @@ def _tiles(data: RunData) -> str:
         _change(data, data.evals, "eval/reward/mean", "Held-out, sampled", ", ".join(filter(None, notes)), True),
         _change(data, data.evals, "eval/reward/greedy", "Held-out, greedy", "one answer a prompt", True),
         _change(data, data.steps, "reward/mean", "Training reward", "first to last step", False),
+        _change(data, data.evals, "eval/pairs/accuracy", "Held-out pairs right", "one half is guessing", True),
+        _change(data, data.evals, "eval/loss", "Held-out loss", "", True),
     ]
     if progress.elapsed is not None:
         each = f"{duration(progress.usual_step_s)} a step" if progress.usual_step_s is not None else ""
@@ -192,6 +203,8 @@ def _notices(data: RunData) -> str:
 
 
 def _reward(data: RunData) -> str:
+    if held_out := held_out_charts(data):
+        return _grid(held_out)
     drawn = chart_html(calmed(reward_chart(data)))
     if not drawn:
         return '<p class="empty">No step and no evaluation has been written yet.</p>'

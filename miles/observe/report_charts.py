@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from miles.observe.charts import CALM_FROM, Chart, Series
 from miles.observe.metrics import CORRECT_REWARD
-from miles.observe.rows import Row, series
+from miles.observe.rows import Row, is_recorded, series
 from miles.observe.rundir import RunData
 from miles.observe.warnings import KL_BEHAVIOR, TRUNCATED
 
@@ -37,6 +37,23 @@ def reward_chart(data: RunData) -> Chart:
         low=0.0 if unit_scale else None,
         high=1.0 if unit_scale else None,
     )
+
+
+def held_out_charts(data: RunData) -> list[Chart]:
+    """What recorded answers are judged by: the loss, and how many pairs a reward model orders as people did."""
+
+    def lines(training: str, held_out: str) -> list[Series]:
+        points = series(data.evals, held_out, "version")
+        return [Series("training", series(data.steps, training), 1), Series("held-out", points, 2, "round", light=True)]
+
+    if not any(is_recorded(row) for row in data.steps):
+        return []
+    return [
+        Chart("Loss", "loss", lines("loss/total", "eval/loss"), "Held-out far above training: the rows are learnt by heart.",
+              large=True),
+        Chart("Pairs in the right order", "share of pairs", lines("pairs/accuracy", "eval/pairs/accuracy"),
+              "One half is guessing.", low=0.0, high=1.0),
+    ]  # fmt: skip
 
 
 def part_chart(data: RunData) -> Chart:

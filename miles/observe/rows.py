@@ -91,3 +91,8 @@ def version_of(row: Row) -> int:
     """The version of weights that a row is about: an evaluation's, or the one that a step ended with."""
     value = value_of(row, "version")
     return int(value if value is not None else value_of(row, "step") or 0)
+
+
+def is_recorded(row: Row) -> bool:
+    """Whether a step trained on recorded answers, whose rows have a loss and no reward."""
+    return value_of(row, "loss/total") is not None and value_of(row, "reward/mean") is None

@@ -13,12 +13,14 @@ from rich.text import Text
 
 from miles.observe.plot import curve, sparkline
 from miles.observe.progress import Progress, eval_text
-from miles.observe.rows import series, value_of
+from miles.observe.rows import is_recorded, series, value_of
 from miles.observe.text import duration, gibibytes, number, one_line, question, tail
 from miles.observe.warnings import Finding, warnings_at_end
 
 METERS = (
     ("reward", "reward/mean", number),
+    ("loss", "loss/total", number),
+    ("pairs right", "pairs/accuracy", "{:.0%}".format),
     ("length", "completion/length_mean", number),
     ("entropy", "entropy", number),
     ("cut by limit", "completion/truncated_fraction", "{:.0%}".format),
@@ -76,11 +78,12 @@ def _bar(progress: Progress, width: int, waiting_s: float | None) -> Table:
 
 
 def _plot(progress: Progress, width: int, height: int) -> list[Text]:
-    points = series(progress.steps, "reward/mean")
+    recorded = bool(progress.steps) and is_recorded(progress.steps[-1])
+    name, key = ("loss", "loss/total") if recorded else ("reward", "reward/mean")
+    points = series(progress.steps, key)
     if len(points) < 2:
-        return [
-            Text("waiting for the second step to draw the reward curve", style="dim", no_wrap=True, overflow="ellipsis")
-        ]
+        text = f"waiting for the second step to draw the {name} curve"
+        return [Text(text, style="dim", no_wrap=True, overflow="ellipsis")]
     right = max(float(progress.total_steps or 0), points[-1][0])
     values = [value for _, value in points]
     low, high = (0.0, 1.0) if min(values) >= 0 and max(values) <= 1 else (min(values), max(values))

@@ -33,6 +33,7 @@ class Servers(Protocol):
     def serve(self, server: Any, version: int) -> None: ...
     def hold(self, server: Any, reason: str) -> None: ...
     def expect(self, server: Any, reason: str) -> None: ...
+    def lost(self, server: Any, reason: str) -> None: ...
     def in_use(self, server: Any) -> set[int]: ...
 
 
@@ -76,14 +77,14 @@ class VllmPublisher:
         self.worst_difference: float | None = None  # nat, of the newest canary over all servers that agreed
 
     def publish(self, update: PolicyUpdate) -> None:
-        """Write the version and bring it to all servers. Raises EngineError where none of them serves it afterwards."""
+        """Write the version and bring it to all servers. Raises EngineError where none of them serves it, or is coming back."""
         published = self._files.write(update)
         with self._one_at_a_time:
             self._newest, self.worst_difference = published, None
             servers = self._servers.servers
             with ThreadPoolExecutor(len(servers), "miles-publish") as pool:
                 reached = list(pool.map(self._bring, servers))
-            if not any(reached):
+            if not any(reached) and not any(server.coming for server in servers):
                 reasons = "; ".join(f"{server.name}: {server.reason}" for server in servers)
                 raise EngineError(f"version {update.version} could be published to no server: {reasons}")
             self._files.forget(self._still_needed())
@@ -106,7 +107,7 @@ class VllmPublisher:
             self._unload(routes, published, self._servers.in_use(server))
         except ServerFault as fault:
             log.warning("version %d did not reach %s: %s", published.version, server.name, fault)
-            self._servers.hold(server, str(fault))
+            (self._servers.lost if fault.gone else self._servers.hold)(server, str(fault))
             return False
         finally:
             routes.close()

@@ -1,7 +1,6 @@
-"""Our weight-transfer engine inside of a vLLM server: takes all weights of a model from one safetensors file.
+"""What Miles adds to a vLLM server: a weight-transfer engine that reads files, and fast adapters on a CPU.
 
-vLLM's processes call `register` through the entry point group `vllm.general_plugins`; nothing else imports this module, and
-it imports neither Miles nor, before vLLM asks for the engine, vLLM.
+vLLM's processes call `register` through the entry point group `vllm.general_plugins`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,18 @@ ROOT_VARIABLE = "MILES_PUBLISH_ROOT"
 
 
 def register() -> None:
-    """Add the engine to vLLM's registry; its class is imported when a server uses it."""
+    """Add the engine to vLLM's registry, and make adapters fast on a CPU. May be called more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "miles.publish.vllm_transfer", "FileTransferEngine")
+    if current_platform.is_cpu():
+        from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+        from miles.publish.vllm_adapters import install
+
+        install(PunicaWrapperCPU)
 
 
 def checked_path(path: str, tensors: int, size: int, root: str | None) -> Path:

@@ -13,7 +13,6 @@ from miles.algo import AlgorithmRow
 from miles.config import schema
 from miles.errors import EpisodeError, GroupRefused, LeaseLost, RewardError
 from miles.protocols import ExperienceSink
-from miles.rollout.episode import Episodes
 from miles.rollout.filters import ERROR, drop_reason
 from miles.rollout.seeds import sample_seeds
 from miles.types import Group, Lease, Prompt
@@ -25,6 +24,18 @@ class Stream(Protocol):
     """The run's endless prompt stream."""
 
     def at(self, ordinal: int) -> Prompt: ...
+
+
+class GroupMaker(Protocol):
+    """Makes the group of a row: `Episodes` samples it, `Recorded` reads it."""
+
+    def at_least(self, version: int, on_answer: Callable[[], None]) -> GroupMaker:
+        """The same, with tokens of at least `version`; `on_answer` is called at each sign of progress."""
+        ...
+
+    async def group(
+        self, ordinal: int, index: int, row: Mapping[str, Any], seeds: Sequence[int], *, greedy_baseline: bool = False
+    ) -> Group: ...
 
 
 class Collector:
@@ -41,7 +52,7 @@ class Collector:
         sink: ExperienceSink,
         stream: Stream,
         rows: Sequence[Mapping[str, Any]],
-        episodes: Episodes,
+        episodes: GroupMaker,
         *,
         recipe: schema.Recipe,
         row: AlgorithmRow,

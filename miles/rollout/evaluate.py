@@ -29,7 +29,7 @@ class Evaluation:
 
 
 async def evaluate(
-    rows: Sequence[Mapping[str, Any]], episodes: Episodes, *, recipe: schema.Recipe, full_reward: float = 1.0
+    rows: Sequence[Mapping[str, Any]], episodes: Episodes, *, recipe: schema.Recipe, full_reward: float | None = 1.0
 ) -> dict[str, float]:
     """The eval metrics of the current weights: `run_evaluation` and then `evaluation_metrics`."""
     return evaluation_metrics(await run_evaluation(rows, episodes, recipe=recipe), full_reward)
@@ -55,13 +55,13 @@ async def run_evaluation(rows: Sequence[Mapping[str, Any]], episodes: Episodes, 
     return Evaluation(tuple(groups[: len(rows)]), tuple(groups[len(rows) :]))
 
 
-def evaluation_metrics(evaluation: Evaluation, full_reward: float = 1.0) -> dict[str, float]:
+def evaluation_metrics(evaluation: Evaluation, full_reward: float | None = 1.0) -> dict[str, float]:
     """What an eval row of metrics.jsonl holds; a number that was not measured is absent.
 
     `eval/reward/mean` over all scored samples; `eval/standard_error` of that mean with the samples of a prompt taken
     together (they are not independent); `eval/reward/greedy`; `eval/samples`, scored ones; `eval/reward/<part>/mean`;
     `eval/pass@k` for k = 1 and k = samples of a prompt, where a sample is solved at a reward of `full_reward` or more:
-    1 - C(n - c, k) / C(n, k), arXiv:2107.03374, equation 1.
+    1 - C(n - c, k) / C(n, k), arXiv:2107.03374, equation 1; absent where `full_reward` is None.
     """
     rewards = [[r for r in group.rewards if r is not None] for group in evaluation.sampled]
     rewards = [group for group in rewards if group]
@@ -70,14 +70,21 @@ def evaluation_metrics(evaluation: Evaluation, full_reward: float = 1.0) -> dict
         metrics["eval/reward/mean"] = mean = _mean([r for group in rewards for r in group])
         if len(rewards) > 1:
             metrics["eval/standard_error"] = _clustered_error(rewards, mean)
-        solved = [[r >= full_reward - TOLERANCE for r in group] for group in rewards]
-        for k in sorted({1, max(len(group) for group in rewards)}):
-            whole = [group for group in solved if len(group) >= k]
-            metrics[f"eval/pass@{k}"] = _mean([pass_at(k, len(group), sum(group)) for group in whole])
+        if full_reward is not None:
+            metrics |= _pass_metrics(rewards, full_reward)
         metrics |= _part_means(evaluation.sampled)
     likeliest = [r for group in evaluation.greedy for r in group.rewards if r is not None]
     if likeliest:
         metrics["eval/reward/greedy"] = _mean(likeliest)
+    return metrics
+
+
+def _pass_metrics(rewards: Sequence[Sequence[float]], full_reward: float) -> dict[str, float]:
+    solved = [[r >= full_reward - TOLERANCE for r in group] for group in rewards]
+    metrics = {}
+    for k in sorted({1, max(len(group) for group in rewards)}):
+        whole = [group for group in solved if len(group) >= k]
+        metrics[f"eval/pass@{k}"] = _mean([pass_at(k, len(group), sum(group)) for group in whole])
     return metrics
 
 

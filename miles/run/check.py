@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miles.algo import AlgorithmRow
 from miles.config.schema import Recipe
 from miles.config.toml import dump_toml
 from miles.run.recipes import Resolved, inspect
@@ -33,6 +34,7 @@ def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
         "learner",
         *(["critic"] if resolved.row.has_critic else []),
         *(["reference"] if recipe.algorithm.beta else []),
+        *(["scorer"] if recipe.reward.model else []),
     ]
     servers = _servers(recipe)
     started = 0 if recipe.engine.urls else len(servers)
@@ -41,14 +43,14 @@ def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
     yield f"  {'role':<12}{'process':<12}{'device':<12}what"
     for role in roles:
         yield f"  {role:<12}{'main':<12}{device:<12}{_what(role, resolved)}"
-    if not servers:
+    if not servers and not resolved.row.recorded:
         yield f"  {'engine':<12}{'main':<12}{device:<12}{recipe.engine.kind}, with the learner's own weights"
     for name, place in servers:
         yield f"  {'engine':<12}{name:<12}{place or device:<12}vllm, with a copy of the weights, renewed at each version"
     yield f"  {'collector':<12}{'main':<12}{'cpu':<12}{_source(resolved)}"
     yield f"  {'buffer':<12}{'main':<12}{'disk':<12}ledger.sqlite in the run directory"
     yield ""
-    yield from _work(recipe)
+    yield from _work(recipe, resolved.row)
 
 
 def _servers(recipe: Recipe) -> list[tuple[str, str]]:
@@ -72,6 +74,8 @@ def _what(role: str, resolved: Resolved) -> str:
         return f"{recipe.model.name}{f' ({fact})' if fact else ''}, {recipe.learner.param_dtype}, {recipe.algorithm.name}{weights}"
     if role == "critic" and recipe.lora.rank and recipe.lora.critic == "adapter":
         return "adapter and value head on the same base"
+    if role == "scorer":
+        return f"{recipe.reward.model}, scores answers while they are collected"
     if role == "critic":
         return "value head on a trunk that starts as the actor's"
     weights = "the base without adapters" if recipe.lora.rank else "frozen"
@@ -83,11 +87,13 @@ def _source(resolved: Resolved) -> str:
     return f"{resolved.recipe.data.source}{f' ({fact})' if fact else ''}"
 
 
-def _work(recipe: Recipe) -> Iterator[str]:
+def _work(recipe: Recipe, row: AlgorithmRow) -> Iterator[str]:
     groups, size = recipe.algorithm.groups_per_step, recipe.rollout.group_size
     updates = recipe.learner.epochs * recipe.learner.minibatches
     steps = f"{recipe.algorithm.steps} steps" if recipe.algorithm.steps else f"{recipe.data.epochs} epochs of the data"
-    yield f"{steps}; each: {groups} prompts x {size} samples = {groups * size} samples, {updates} update{'s' * (updates > 1)}"
+    work = f"{groups} {row.data}" if row.recorded else f"{groups} prompts x {size} samples = {groups * size} samples"
+    yield f"{steps}; each: {work}, {updates} update{'s' * (updates > 1)}"
     if recipe.eval.rows or recipe.eval.source:
         every = f", every {recipe.eval.every} steps" if recipe.eval.every else ""
-        yield f"evaluation: {recipe.eval.rows} held-out rows x {recipe.eval.samples} samples before the first step{every} and at the end"
+        times = "" if row.recorded else f" x {recipe.eval.samples} samples"
+        yield f"evaluation: {recipe.eval.rows} held-out rows{times} before the first step{every} and at the end"

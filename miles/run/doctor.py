@@ -20,11 +20,12 @@ import torch
 from miles.config.schema import Recipe
 from miles.engine.inprocess import InProcessEngine
 from miles.env.trajectory import first_segment
+from miles.errors import BadInput
 from miles.learn.learner import Learner
 from miles.learn.load import load_model
 from miles.run.local import device_of, total_steps
 from miles.run.prepare import Inputs, prepare
-from miles.run.recipes import resolve
+from miles.run.recipes import inspect
 from miles.types import Completion, Group, Sample
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "peft", "pydantic", "numpy")
@@ -40,10 +41,16 @@ SAME_LOSS = 1e-4  # relative
 
 def doctor_command(recipes: Sequence[Path], overrides: Mapping[str, Any]) -> int:
     """Print what was found; 1 when something is wrong. Without a recipe a tiny random model is looked at."""
-    recipe = resolve(recipes, overrides if recipes else {**TINY, **overrides}, os.environ)
+    resolved = inspect(recipes, overrides if recipes else {**TINY, **overrides}, os.environ)
+    recipe = resolved.recipe
+    if resolved.row.recorded:
+        raise BadInput(
+            f"miles doctor compares the engine's answers with the learner, and {recipe.algorithm.name} samples none: give a "
+            "recipe of another algorithm, or none."
+        )
     print_machine(recipe)
     torch.set_num_threads(recipe.run.threads or 1)
-    inputs = prepare(recipe)
+    inputs = prepare(recipe, resolved.row)
     model = load_model(recipe.model, seed=recipe.run.seed, device=device_of(recipe))
     learner = Learner(model, recipe, device=device_of(recipe), total_steps=total_steps(recipe, len(inputs.train)))
     groups = asyncio.run(sample_groups(recipe, inputs, model))

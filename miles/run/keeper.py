@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from miles.algo import AlgorithmRow
 from miles.buffer.embedded import EmbeddedBuffer
 from miles.buffer.manifests import AT_DROP_LIMIT, AT_STREAM_END
 from miles.buffer.snapshot import SNAPSHOT_NAME
@@ -22,7 +23,7 @@ from miles.learn.learner import Learner
 from miles.learn.randomness import random_state
 from miles.learn.writer import Writer
 from miles.observe.live import LiveView
-from miles.observe.metrics import group_metrics, throughput_metrics
+from miles.observe.metrics import group_metrics, recorded_metrics, throughput_metrics
 from miles.observe.recorder import Recorder
 from miles.observe.rows import METRICS_FILE, eval_rows, read_rows
 from miles.rollout.evaluate import Evaluation
@@ -32,7 +33,8 @@ from miles.types import FinishedGroup, Group
 log = logging.getLogger(__name__)
 
 FINAL, BEST = "final", "best"
-REWARD = "eval/reward/mean"
+BETTER = {"eval/reward/mean": 1, "eval/pairs/accuracy": 1, "eval/loss": -1}
+"""What tells which model is better, the first of them that was measured, and whether more or less of it is."""
 SHORT = {
     AT_DROP_LIMIT: "as many as rollout.max_dropped were dropped before it was full",
     AT_STREAM_END: "the data has ended (data.epochs)",
@@ -44,6 +46,7 @@ class RunKeeper:
     """The `miles.loop.Keeper` of a local run. What it decides depends on the run directory alone, so a resumed run agrees."""
 
     recipe: Recipe
+    row: AlgorithmRow
     run_dir: Path
     learner: Learner
     buffer: EmbeddedBuffer
@@ -79,12 +82,17 @@ class RunKeeper:
         finished = self.buffer.finished(version - 1)
         seconds = time.perf_counter() - self._step_started
         row = {
-            "step": version, "version": version, **group_metrics(finished, version - 1), **metrics,
-            **throughput_metrics(finished, seconds), "time/step_s": seconds,
+            "step": version, "version": version, **self._group_metrics(finished), **metrics, "time/step_s": seconds,
+            **(throughput_metrics(finished, seconds) if not self.row.recorded else {}),
         }  # fmt: skip
         self.view.step(self.recorder.step(row))
         self._show_one(self._record_samples(version, finished))
         self._tell_short(version - 1)
+
+    def _group_metrics(self, finished: Sequence[FinishedGroup]) -> dict[str, float]:
+        if self.row.recorded:
+            return recorded_metrics(finished, lengths=not self.row.scorer)
+        return group_metrics(finished, self.learner.version - 1)
 
     def after_step(self) -> None:
         if self._evaluation_due():
@@ -164,18 +172,20 @@ class RunKeeper:
         if self.recipe.run.keep_best and self._is_best() and best.get("version") != self.learner.version:
             self._export(BEST)
 
-    def _rewards(self) -> list[float]:
+    def _scores(self) -> list[float]:
+        """Of each evaluation, higher is better."""
         rows = eval_rows(read_rows(self.run_dir / METRICS_FILE).rows)
-        return [row[REWARD] for row in rows if REWARD in row]
+        key = next((key for key in BETTER if any(key in row for row in rows)), None)
+        return [] if key is None else [BETTER[key] * row[key] for row in rows if key in row]
 
     def _is_best(self) -> bool:
-        rewards = self._rewards()
-        return bool(rewards) and rewards[-1] >= max(rewards)
+        scores = self._scores()
+        return bool(scores) and scores[-1] >= max(scores)
 
     def _reached_reward(self) -> bool:
         goal = self.recipe.run.stop_at_reward
-        rewards = [] if goal is None else self._rewards()
-        return goal is not None and len(rewards) >= 2 and min(rewards[-2:]) >= goal
+        scores = [] if goal is None else self._scores()
+        return goal is not None and len(scores) >= 2 and min(scores[-2:]) >= goal
 
     def _export(self, name: str) -> None:
         with self.interrupts.whole():
@@ -203,4 +213,5 @@ class RunKeeper:
         trained = [group for group, reason in groups if reason is None]
         if trained:
             sample = trained[0].samples[0]
-            self.view.sample(trained[0].prompt_text, sample.text, sample.reward)
+            reward = None if self.row.recorded else sample.reward
+            self.view.sample(trained[0].prompt_text, sample.text, reward)

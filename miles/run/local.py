@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,23 +35,24 @@ from miles.learn.adapters import target_paths
 from miles.learn.export import check_target
 from miles.learn.learner import Learner
 from miles.learn.load import describe, load_model
+from miles.learn.scorer import load_scorer, set_padding
 from miles.learn.writer import Writer
 from miles.loop import train
 from miles.observe.live import LiveView
 from miles.observe.recorder import Recorder
 from miles.observe.rows import METRICS_FILE, read_rows
 from miles.observe.sinks import open_sinks
-from miles.rollout.collect import Collector
+from miles.rollout.collect import Collector, GroupMaker
 from miles.rollout.episode import Episodes
 from miles.rollout.evaluate import Evaluation, evaluation_metrics, run_evaluation
+from miles.rollout.recorded import Recorded
 from miles.run.coroutines import Coroutines
 from miles.run.engines import open_rollouts
 from miles.run.interrupts import Interrupted, Interrupts
 from miles.run.keeper import BEST, FINAL, RunKeeper
-from miles.run.logs import logs_to
+from miles.run.logs import logs_to, said
 from miles.run.prepare import Inputs
 from miles.run.resume import CHECKPOINTS, DATA, check_resumable, lost_rows, restore, restore_ledger
-from miles.run.plan import check_device
 from miles.run.rundir import begin_run_dir, check_run_dir, fixed_hash, write_config
 
 log = logging.getLogger(__name__)
@@ -71,10 +72,15 @@ class LocalLauncher:
     resume: bool
     view: LiveView
 
+    def __post_init__(self) -> None:
+        self._resumed: Path | None = None  # the checkpoint that the run goes on from
+
     def launch(self) -> int:
         self._check()
         torch.set_num_threads(self.recipe.run.threads or 1)
-        model = load_model(self.recipe.model, seed=self.recipe.run.seed, device=device_of(self.recipe))
+        model = load_trained(self.recipe, self.row)
+        if (answers := self.inputs.answers) is not None and self.row.scorer:
+            set_padding(model, self.inputs.tokenizer, answers.last_tokens())
         if self.recipe.lora.rank is not None:
             target_paths(model, self.recipe.lora.targets)
         if not self.resume:
@@ -93,8 +99,9 @@ class LocalLauncher:
         for name in (FINAL, BEST):
             check_target(self.run_dir / name)
         if self.resume:
-            check_resumable(self.run_dir, self.inputs.data_hash)
-        check_device(self.recipe, device_of(self.recipe))
+            with said(self.view.message):
+                self._resumed = check_resumable(self.run_dir, self.inputs.data_hash)
+        device_of(self.recipe)
         rehearse(self.recipe, self.row)
 
     def _train(self, keeper: RunKeeper) -> int:
@@ -121,7 +128,7 @@ class LocalLauncher:
         start = describe(model)
         learner = Learner(model, recipe, device=device_of(recipe), total_steps=total_steps(recipe, len(inputs.train)))
         identity = self._identity(start)
-        saved = restore(self.run_dir, learner, identity) if self.resume else -1
+        saved = -1 if self._resumed is None else restore(self._resumed, learner, identity)
         stream = PromptStream(
             len(inputs.train),
             recipe.run.seed,
@@ -132,9 +139,7 @@ class LocalLauncher:
         with ExitStack() as stack:
             self._rollouts = stack.enter_context(open_rollouts(recipe, inputs, model, learner, self.run_dir))
             self._told_slow = False
-            episodes = Episodes(
-                inputs.environment, self._rollouts.engine, inputs.rewards, inputs.sampling, inputs.renderer.text
-            )
+            episodes = self._episodes()
             lost = self.resume and restore_ledger(self.run_dir)
             ledger = Ledger(self.run_dir, self._settings(model), stream, identity, resume=self.resume)
             stack.callback(ledger.close)
@@ -148,15 +153,19 @@ class LocalLauncher:
             for sink in open_sinks(recipe.log, self.run_dir, learner.version, recipe.model_dump(mode="json")):
                 recorder.add_sink(sink)
             self._show_start(start, learner.version)
-            evaluate = functools.partial(self._evaluate, loop, episodes) if len(inputs.held_out) else None
+            if isinstance(episodes, Recorded):
+                evaluate = functools.partial(held_out_metrics, learner, inputs.held_out, episodes)
+            else:
+                evaluate = functools.partial(self._evaluate, loop, episodes)
             yield RunKeeper(
                 recipe,
+                self.row,
                 self.run_dir,
                 learner,
                 buffer,
                 model,
                 inputs.tokenizer,
-                evaluate,
+                evaluate if len(inputs.held_out) else None,
                 recorder,
                 self.view,
                 interrupts,
@@ -164,6 +173,15 @@ class LocalLauncher:
                 identity,
                 saved,
             )
+
+    def _episodes(self) -> Episodes | Recorded:
+        """Sampled by the run's engine and scored by its rewards, or read from the data."""
+        inputs = self.inputs
+        if inputs.answers is not None:
+            return Recorded(inputs.answers)
+        return Episodes(
+            inputs.environment, self._rollouts.engine, inputs.rewards, inputs.sampling, inputs.renderer.text
+        )
 
     def _go_back(self, buffer: EmbeddedBuffer, recorder: Recorder, version: int, mode: RewindMode) -> None:
         """Bring everything in the run directory to `version`, and say what is not as a reader would expect."""
@@ -184,17 +202,20 @@ class LocalLauncher:
             groups_per_step=recipe.algorithm.groups_per_step, max_staleness=recipe.buffer.max_staleness,
             max_attempts=recipe.buffer.max_attempts, max_dropped=recipe.rollout.max_dropped, keep=recipe.buffer.keep,
             max_refused=recipe.buffer.max_refused, min_free_bytes=recipe.buffer.min_free_mb << 20,
-            group_size=recipe.rollout.group_size, vocabulary=model.config.get_text_config().vocab_size,
+            group_size=self.row.samples_in_group(recipe.rollout.group_size),
+            vocabulary=model.config.get_text_config().vocab_size,
         )  # fmt: skip
 
     def _identity(self, start: Mapping[str, Any]) -> dict[str, Any]:
+        scorer = self.inputs.reward_model
         return {
             "recipe": fixed_hash(self.recipe),
             DATA: self.inputs.data_hash,
             "weights of model.name": start["weights_sha256"],
+            **({"weights of reward.model": scorer.load(device_of(self.recipe))} if scorer is not None else {}),
         }
 
-    def _collect(self, loop: Coroutines, stream: PromptStream, episodes: Episodes, buffer: EmbeddedBuffer) -> None:
+    def _collect(self, loop: Coroutines, stream: PromptStream, episodes: GroupMaker, buffer: EmbeddedBuffer) -> None:
         collector = Collector(buffer, stream, self.inputs.train, episodes, recipe=self.recipe, row=self.row)
         loop.run(collector.run())
         self._tell_slow()
@@ -216,12 +237,35 @@ class LocalLauncher:
         facts = {
             "model": f"{recipe.model.name}, {start['parameters'] / 1e6:.1f} M parameters, weights {start['weights_sha256'][:12]}",
             "data": "; ".join([f"{len(self.inputs.train)} rows of {self.inputs.train.source}", *self.inputs.notes]),
-            "algorithm": f"{recipe.algorithm.name}, {recipe.algorithm.groups_per_step} prompts x {recipe.rollout.group_size} samples",
+            "algorithm": f"{recipe.algorithm.name}, {work_of(recipe, self.row)}",
             "run": str(self.run_dir),
         }  # fmt: skip
         rows = read_rows(self.run_dir / METRICS_FILE).rows if self.resume else []
         self.view.start(facts, recipe.algorithm.steps, version, rows)
         self.view.preview(self.inputs.preview())
+
+
+def load_trained(recipe: Recipe, row: AlgorithmRow) -> PreTrainedModel:
+    """What the row trains: the causal language model of the recipe, or a scorer made of it. Raises ModelError."""
+    load = load_scorer if row.scorer else load_model
+    return load(recipe.model, seed=recipe.run.seed, device=device_of(recipe))
+
+
+def held_out_metrics(
+    learner: Learner, rows: Sequence[Mapping[str, Any]], recorded: Recorded
+) -> tuple[Mapping[str, float], Evaluation]:
+    """The keys of an eval row for recorded answers: `eval/loss`, `eval/pairs/accuracy`, ..."""
+    found = learner.measure([recorded.read(index, index, row) for index, row in enumerate(rows)])
+    metrics = {f"eval/{key.removesuffix('/total')}": value for key, value in found.items()}
+    return {**metrics, "eval/rows": len(rows)}, Evaluation((), ())
+
+
+def work_of(recipe: Recipe, row: AlgorithmRow) -> str:
+    """What one step takes, in words."""
+    groups = recipe.algorithm.groups_per_step
+    if row.recorded:
+        return f"{groups} {row.data}"
+    return f"{groups} prompts x {recipe.rollout.group_size} samples"
 
 
 def total_steps(recipe: Recipe, rows: int) -> int | None:

@@ -20,6 +20,9 @@ from miles.errors import BadInput, ConfigError
 from miles.observe.sinks import missing_trackers
 from miles.run.inputs import read_data
 
+SAMPLED = ("rollout.", "engine.", "reward.", "eval.samples", "eval.greedy")
+"""Keys, or their beginnings, that say how answers are sampled and scored."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -58,10 +61,11 @@ def inspect(
     """
     find = cache(_find)
     loaded = load(paths, overrides, env=env, rows=find, given=given, overrides_from=overrides_from)
-    headers = read_headers(loaded.recipe, given, LIBRARY)
-    objections = headers.problems + read_data(loaded.recipe, headers.facts, given)
-    objections += missing_trackers(loaded.recipe.log)
     row = _or_none(find, loaded.recipe.algorithm.name)
+    headers = read_headers(loaded.recipe, given, LIBRARY, scorer=row is not None and row.scorer)
+    form = "prompts" if row is None else row.data
+    objections = headers.problems + read_data(loaded.recipe, headers.facts, given, form)
+    objections += missing_trackers(loaded.recipe.log)
     if row is not None:
         objections += algo.problems(row, loaded.recipe)
     problems = loaded.problems + [placed(text, loaded.origins) for text in without(loaded.refused, objections)]
@@ -77,6 +81,11 @@ def _resolved(loaded: Loaded, facts: Mapping[str, str], row: algo.AlgorithmRow, 
         recipe = recipe.model_copy(update={"run": threads})
     chosen = [key for key, origin in loaded.origins.items() if not origin.startswith("row ")]
     warnings = rule_warnings(recipe, chosen, given) + algo.warnings(row, recipe)
+    if row.recorded:
+        idle = [key for key in chosen if key.startswith(SAMPLED)]
+        warnings += [
+            f"{key} has no effect: {row.name} learns from recorded answers and samples nothing." for key in idle
+        ]
     return Resolved(recipe, row, loaded.origins, facts, warnings)
 
 

@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 
+from miles.algo import find
 from miles.buffer.ledger import LedgerReader
 from miles.buffer.rewinding import RewindMode
 from miles.errors import BufferClosed, RunDirError, TrainingAborted
 from miles.learn import checkpoint
-from miles.learn.export import check_target, export
+from miles.learn.export import check_target, save_trained
 from miles.learn.learner import Learner
-from miles.learn.load import describe, load_model, load_tokenizer
+from miles.learn.load import describe
 from miles.loop import train
 from miles.observe.rows import METRICS_FILE, read_rows, step_rows
-from miles.run.local import device_of
+from miles.run.export import tokenizer_of
+from miles.run.local import device_of, load_trained
 from miles.run.resume import CHECKPOINTS
 from miles.run.rundir import stored_recipe
 from miles.types import FinishedGroup, Group, PolicyUpdate
@@ -39,7 +41,7 @@ def replay_command(run_dir: Path, to: Path | None) -> int:
     try:
         identity = reader.identity()
         torch.set_num_threads(recipe.run.threads or 1)
-        model = load_model(recipe.model, seed=recipe.run.seed, device=device_of(recipe))
+        model = load_trained(recipe, find(recipe.algorithm.name))
         _check_start(run_dir, identity, describe(model)["weights_sha256"])
         learner = Learner(model, recipe, device=device_of(recipe), total_steps=_total_steps(recipe, identity))
         keeper = ReplayKeeper(learner, {row["step"]: row for row in step_rows(read_rows(run_dir / METRICS_FILE).rows)})
@@ -51,7 +53,7 @@ def replay_command(run_dir: Path, to: Path | None) -> int:
         reader.close()
     if to is not None:
         facts = {"version": learner.version, "recipe": recipe.model_dump(mode="json")}
-        export(model, load_tokenizer(recipe.model), to, facts=facts)
+        save_trained(model, tokenizer_of(recipe, model), to, facts)
         print(f"model of step {learner.version}: {to}")
     return _verdict(keeper, learner, run_dir)
 

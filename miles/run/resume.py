@@ -25,9 +25,21 @@ DATA = "training rows"
 """Key of the ledger's identity: the hash of the rows that the run trains on."""
 
 
-def check_resumable(run_dir: Path, data_hash: str) -> None:
-    """Raises RunDirError where another process runs here, the ledger is missing, or the training rows have changed."""
+def check_resumable(run_dir: Path, data_hash: str) -> Path | None:
+    """The newest whole checkpoint, where there is one: what the run can go on from.
+
+    Raises RunDirError where another process runs here, the ledger is missing, or the training rows have changed, and
+    CheckpointError where there are checkpoints and all of them are damaged.
+    """
     RunLock(run_dir).release()
+    _same_rows(run_dir, data_hash)
+    checkpoints = run_dir / CHECKPOINTS
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise RunDirError(f"--resume: {checkpoints} is a file, where the checkpoints of the run belong: move it away")
+    return checkpoint.newest(checkpoints)
+
+
+def _same_rows(run_dir: Path, data_hash: str) -> None:
     ledger = run_dir / LEDGER_NAME
     if not ledger.exists():
         if any((run_dir / CHECKPOINTS).glob("step_*")) and newest_snapshot(run_dir) is None:
@@ -74,11 +86,8 @@ def restore_ledger(run_dir: Path) -> bool:
     return True
 
 
-def restore(run_dir: Path, learner: Learner, identity: Mapping[str, Any]) -> int:
-    """Load the newest whole checkpoint, where there is one; its version, or -1. Raises CheckpointError."""
-    path = checkpoint.newest(run_dir / CHECKPOINTS)
-    if path is None:
-        return -1
+def restore(path: Path, learner: Learner, identity: Mapping[str, Any]) -> int:
+    """Load a whole checkpoint of this run; its version. Raises CheckpointError."""
     tensors, state, own = checkpoint.read(path)
     if foreign := [name for name in identity if state["run"].get(name) != identity[name]]:
         raise CheckpointError(

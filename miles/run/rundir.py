@@ -12,6 +12,7 @@ from typing import Any
 
 from miles.buffer.place import LOCK_NAME, RunLock
 from miles.config.load import load
+from miles.config.names import is_text
 from miles.config.schema import Recipe
 from miles.config.toml import dump_toml
 from miles.errors import RunDirError
@@ -33,6 +34,15 @@ def default_run_dir(recipe_name: str) -> Path:
 
 def check_run_dir(run_dir: Path, recipe: Recipe, resume: bool) -> None:
     """The directory is free, or holds the run that is to be resumed. Raises RunDirError; writes nothing."""
+    if not is_text(str(run_dir)):
+        raise RunDirError(f"--run {str(run_dir)!a} is not a name in UTF-8, which models are saved under: name another")
+    try:
+        _check_run_dir(run_dir, recipe, resume)
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise _unwritable(run_dir, error) from error
+
+
+def _check_run_dir(run_dir: Path, recipe: Recipe, resume: bool) -> None:
     if resume:
         if not (run_dir / CONFIG_FILE).exists():
             raise RunDirError(f"--resume: {run_dir} holds no {CONFIG_FILE}, so no run to resume; leave --resume out")

@@ -48,8 +48,8 @@ def train_command(recipes: Sequence[Path], overrides: Mapping[str, Any], run_dir
     run = start_run(recipes, overrides, run_dir, resume)
     if run.exit_code == 0:
         print(f"done in {time.perf_counter() - started:.0f} s")
-        print(f"model:  {run.model_dir}")
-    print(f"report: {run.run_dir / REPORT_FILE}")
+        print(f"model:  {_from_here(run.model_dir)}")
+    print(f"report: {_from_here(run.run_dir / REPORT_FILE)}")
     return run.exit_code
 
 
@@ -65,15 +65,16 @@ def start_run(
     overrides_from: str = COMMAND_LINE,
 ) -> TrainedRun:
     """Resolve the recipe, check everything that can be checked without weights, train, and write the report."""
+    here = Path.cwd()  # the user's own code may go elsewhere, as soon as it is imported
     resolved = inspect(recipes, overrides, env, given=_given(rows, reward), overrides_from=overrides_from)
     recipe = resolved.recipe
-    target = run_dir or default_run_dir(recipes[0].stem if recipes else recipe.algorithm.name)
+    target = here / (run_dir or default_run_dir(recipes[0].stem if recipes else recipe.algorithm.name))
     check_run_dir(target, recipe, resume)
     view = LiveView(recipe.log.live)
     for warning in resolved.warnings:
         view.message(f"warning: {warning}")
     with said(view.message):
-        inputs = prepare(recipe, rows=rows, reward=reward)
+        inputs = prepare(recipe, resolved.row, rows=rows, reward=reward)
     try:
         code = LocalLauncher(recipe, resolved.row, inputs, target, resume, view).launch()
     except (TrainingAborted, *FAILED_OUTSIDE_OF_UPDATES):
@@ -82,6 +83,10 @@ def start_run(
         raise
     write_report(target)
     return TrainedRun(target, code)
+
+
+def _from_here(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _given(rows: object, reward: object) -> Collection[str]:

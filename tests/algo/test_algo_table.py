@@ -101,7 +101,7 @@ def test_an_unknown_name_gets_the_nearest(name, nearest):
 
 
 def test_a_far_name_gets_the_list():
-    with pytest.raises(ConfigError, match=r"the rows are grpo, dapo.*vapo\. A row of your own is"):
+    with pytest.raises(ConfigError, match=r"the rows are grpo, dapo.*vapo, sft, reward_model\. A row of your own is"):
         find("zzzzzz")
 
 

@@ -93,8 +93,8 @@ def test_lengths_must_fit_the_context(
         ("tiny-random:llama", None),
         ("tiny-random:qwen3-untied", None),
         ("tiny-random:bert", "names no family: give tiny-random:FAMILY with FAMILY one of llama, qwen3"),
-        ("no/such/folder", "does not exist: give a hub id or a folder with a config.json."),
-        ("./folder", "does not exist: give a hub id or a folder with a config.json."),
+        ("no/such/folder", "does not exist here, or may not be read: give a hub id or a folder with a config.json."),
+        ("./folder", "does not exist here, or may not be read: give a hub id or a folder with a config.json."),
     ],
 )
 def test_names_of_models(name: str, problem: str | None) -> None:

@@ -211,7 +211,11 @@ def test_long_values_are_cut_in_messages(tmp_path: Path) -> None:
     [
         ("no.toml", None, "does not exist"),
         ("bad.toml", b"[model\n", "is not valid TOML: Expected ']'"),
-        ("latin.toml", b"[model]\nname = '\xe9'", "is not valid TOML: 'utf-8' codec"),
+        (
+            "latin.toml",
+            b"[model]\nname = '\xe9'",
+            "is not UTF-8 text (invalid continuation byte at byte 16): save it as UTF-8.",
+        ),
         ("folder.toml", "folder", "is a folder"),
     ],
 )
@@ -264,3 +268,28 @@ def test_sections_may_be_given_as_mappings_and_the_layer_named(tmp_path: Path) -
     result = load([written(tmp_path, VALID)], overrides, env={}, overrides_from="miles.train")
     assert result.recipe.learner.betas == (0.9, 0.99)
     assert result.problems == ["learner.epochs = 0 (miles.train) must be an integer >= 1."]
+
+
+def test_of_a_recipe_that_cannot_be_read_nothing_else_is_said(tmp_path):
+    absent = tmp_path / "absent.toml"
+    problems = load([absent], {"learner.epochs": 0, "run.sed": 1}, env={}).problems
+    assert problems == [
+        f"{absent} does not exist: give the path of a recipe (.toml).",
+        "run.sed = 1 (command line) is not a key of the recipe: the nearest is run.seed.",
+        "learner.epochs = 0 (command line) must be an integer >= 1.",
+    ]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path):
+    path = tmp_path / "mark.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + VALID.encode())
+    assert load([path], {}, env={}).problems == []
+
+
+@pytest.mark.parametrize("value", ["a\udcffb", ["a", "\udcff"]])
+def test_half_a_character_is_a_problem_of_its_key(value, tmp_path):
+    key = "data.system_prompt" if isinstance(value, str) else "rollout.stop"
+    (problem,) = loaded(tmp_path, "", {key: value}).problems
+    assert problem.startswith(f"{key} = ")
+    assert problem.endswith("(command line) holds half a character: write it as UTF-8.")
+    assert problem.isascii()

@@ -39,10 +39,10 @@ def values(annotation: Any, metadata: typing.Sequence[Any] = ()) -> st.SearchStr
         return st.booleans()
     if annotation is str:
         return st.text(max_size=20)
-    if annotation is int:
-        return st.integers(min_value=1, max_value=2**40)
-    assert annotation is float
     limits = [m for item in metadata for m in getattr(item, "metadata", [item])]
+    if annotation is int:
+        return st.integers(min_value=1, max_value=min([2**40, *(m.le for m in limits if hasattr(m, "le"))]))
+    assert annotation is float
     bounded = any(hasattr(limit, "le") or hasattr(limit, "lt") for limit in limits)
     greater_than_one = any(getattr(limit, "gt", 0) == 1 for limit in limits)
     low, high = (1.5, 1e300) if greater_than_one else (0.0, 0.99) if bounded else (1e-300, 1e300)

@@ -151,6 +151,13 @@ class EngineContract:
         )
         assert again == alone
 
+    async def test_more_prompts_than_fit_one_forward(self, bench: Bench) -> None:
+        engine = bench.make()
+        prompts = [[5 + (place * (number + 3)) % 23 for place in range(220)] for number in range(40)]
+        calls = (engine.generate(prompt, 1, Sampling(3), [number]) for number, prompt in enumerate(prompts))
+        for prompt, (completion,) in zip(prompts, await asyncio.gather(*calls), strict=True):
+            check_logprobs(bench, prompt, completion, 1.0)
+
     async def test_versions_cover_every_token(self, bench: Bench) -> None:
         for completion in await bench.make().generate(PROMPT, 2, Sampling(5), [1, 2], min_version=3):
             assert completion.versions == (VersionSpan(3, 0, 5),)

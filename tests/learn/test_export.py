@@ -216,3 +216,8 @@ def test_export_is_quiet(tmp_path, capfd, caplog):
     captured = capfd.readouterr()
     assert captured.out == captured.err == caplog.text == ""
     assert caught == []
+
+
+def test_a_name_that_is_no_utf8_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"cannot export to '.*half.udcff': the name is not UTF-8"):
+        check_target(tmp_path / "half\udcff")

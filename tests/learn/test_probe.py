@@ -109,6 +109,14 @@ def test_scales_and_soft_caps_are_known(config, scale, softcap):
     check_head(model)
 
 
+def test_weights_that_hold_nan_are_refused():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        next(model.parameters())[3] = float("nan")
+    with pytest.raises(ModelError, match="the weights of LlamaForCausalLM give logits that are NaN or infinite"):
+        check_head(model)
+
+
 def test_a_head_that_does_more_is_refused():
     model = tiny_model("llama")
 

@@ -148,3 +148,8 @@ def test_only_long_noisy_curves_are_calmed() -> None:
     assert calmed(short).series == short.series
     columns = Chart("C", "u", [noisy], stacked=True)
     assert calmed(columns) is columns
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 1e30, -1e300])
+def test_a_flat_curve_of_any_size_has_a_sparkline(value):
+    assert 'class="line t1"' in sparkline_svg([(1.0, value), (2.0, value)])

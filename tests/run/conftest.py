@@ -120,7 +120,8 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 def same_run(one: Path, other: Path) -> None:
     """Metrics, samples and final weights are equal, to the bit."""
     assert rows(one) == rows(other)
-    for name in ("samples.jsonl", "final/model.safetensors"):
+    final = "adapter_model" if (one / "final" / "adapter_model.safetensors").exists() else "model"
+    for name in ("samples.jsonl", f"final/{final}.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 

@@ -37,6 +37,10 @@ LONG = {"prompt": "1 + " * 300, "answer": 1}
         ({"data__source": "task:ecco_digit"}, ["there is no task 'ecco_digit'; the nearest is 'echo_digit'"]),
         ({"algorithm__groups_per_step": 161}, ["algorithm.groups_per_step = 161 is more than the 160 rows", "at most 160"]),
         ({"algorithm__name": "grpoo"}, ['there is no algorithm "grpoo"; the nearest is "grpo"']),
+        ({"run__seed": 10**30}, ["run.seed = 1000", "must be an integer >= 0 and <= 1e+18"]),
+        ({"run__threads": 100_000}, ["run.threads = 100000", "must be an integer >= 1 and <= 1024"]),
+        ({"model__name": "m" * 5000}, ["model.name = mmm", "does not exist"]),
+        ({"data__source": "d" * 5000 + ".jsonl"}, ["data.source: ddd", "does not exist"]),
         ({"reward__functions": ["exact_mach"]}, ["reward.functions = exact_mach is not known", "exact_match"]),
         ({"reward__functions": ["no/file.py:f"]}, ["the file no/file.py does not exist"]),
         ({"rollout__max_new_tokens": 512}, ["rollout.max_new_tokens = 512 leaves no room for a prompt", "context of 512"]),
@@ -330,6 +334,43 @@ def test_another_run_is_left_alone(runs):
     assert "is not empty" in runs.train(learner__learning_rate=0.5).message
     assert "holds a run with other settings" in runs.train(learner__learning_rate=0.5, resume=True).message
     assert (runs["run"] / "config.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "half\udcff"])
+def test_a_name_that_no_directory_can_have(name, runs):
+    ended = runs.train(name)
+    assert ended.code == 2
+    assert "cannot write" in ended.message or "half\\udcff' is not a name in UTF-8" in ended.message
+    assert not any(path.is_dir() for path in runs.folder.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--run", ""], ["--run="]])
+def test_an_unset_shell_variable_is_no_directory(arguments, runs, tools, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    ended = tools.command("train", str(runs.recipe), *arguments)
+    assert ended.code == 2
+    assert "Argument --run: an empty name, where a folder is meant" in ended.message
+    assert not any((tmp_path / "empty").iterdir())
+
+
+def test_code_of_ones_own_that_goes_elsewhere_takes_the_run_not_along(runs, processes, tmp_path):
+    """A script's chdir, at its import or later: the run stays where it was named."""
+    goes = tmp_path / "goes.py"
+    goes.write_text(
+        "import os\nos.chdir('/')\n"
+        "def reward(prompts, completions, **columns):\n"
+        "    os.chdir('/usr')\n"
+        "    return [float(i % 2) for i in range(len(completions))]\n",
+        encoding="utf-8",
+    )
+    arguments = runs.arguments("run", {"reward.functions": [f"{goes}:reward"]})
+    arguments[arguments.index("--run") + 1] = "here/run"
+    ended = processes.run(arguments, tmp_path / "log", cwd=str(tmp_path))
+    assert ended.code == 0, ended.out
+    assert f"model:  {tmp_path}/here/run/final" in ended.out
+    assert {path.name for path in (tmp_path / "here" / "run").iterdir()} >= {"final", "checkpoints", "report.html"}
+    assert not os.path.exists("/usr/here")
 
 
 @pytest.mark.parametrize(

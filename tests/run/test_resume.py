@@ -303,7 +303,7 @@ def test_no_whole_checkpoint_is_an_error_and_changes_nothing(again):
         ("x = [", "is not valid TOML"),
         ('[model]\nnam = "x"\n', "the nearest is model.name"),
         ("[algorithm]\nsteps = 0\n", "algorithm.steps = 0"),
-        ("\0\xff", "is not valid TOML"),
+        ("\0\xff", "is not UTF-8 text"),
     ],
 )
 def test_a_damaged_config_is_an_error_that_names_the_file_alone(text, words, again):
@@ -315,6 +315,16 @@ def test_a_damaged_config_is_an_error_that_names_the_file_alone(text, words, aga
     assert words in ended.message
     assert "data.source is not set" not in ended.message
     assert config.read_text(encoding="latin-1") == text
+
+
+def test_a_file_where_the_checkpoints_should_be(again):
+    shutil.rmtree(again["run"] / "checkpoints")
+    (again["run"] / "checkpoints").write_text("mine")
+    before = files(again["run"])
+    ended = again.train(resume=True, algorithm__steps=4, **KEYS)
+    assert ended.code == 2
+    assert f"{again['run'] / 'checkpoints'} is a file, where the checkpoints of the run belong" in ended.message
+    assert files(again["run"]) == before
 
 
 def test_a_damaged_line_of_the_metrics_is_an_error(again):

@@ -1,0 +1,117 @@
+"""A model that is built without memory and filled part by part is the model that was loaded whole."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from miles.config.schema import Model
+from miles.errors import ModelError
+from miles.learn.learner import Learner
+from miles.learn.load import load_model, open_model
+from miles.learn.tiny import FAMILIES, tiny_model, tiny_tokenizer
+
+PPO = {
+    "algorithm__name": "ppo", "algorithm__beta": 0.1, "algorithm__kl_place": "reward", "algorithm__groups_per_step": 4,
+    "learner__learning_rate": 1e-2,
+}  # fmt: skip
+ARRANGEMENTS = [{}, {"lora__rank": 4}, {"lora__rank": 4, "lora__critic": "full", "learner__param_dtype": "bf16"}]
+
+
+def saved(folder: Path, family: str, tied: bool) -> Path:
+    """In several files."""
+    tiny_model(family, tied, seed=5).save_pretrained(folder, max_shard_size="60KB")
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def groups_module():
+    spec = importlib.util.spec_from_file_location("miles_learn_groups", Path(__file__).with_name("groups.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["miles_learn_groups"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def steps(groups, learner):
+    made = groups.draw(count=4, size=4)
+    rows = []
+    for _ in range(2):
+        step = learner.pack(made)
+        rows.append(learner.update(step, learner.score(step)))
+    return [{key: value for key, value in row.items() if key != "memory/peak_bytes"} for row in rows]
+
+
+def both(groups, folder, keys):
+    """The steps of a model that was loaded whole, and of one that was filled; and the filled learner."""
+    section = Model(name=str(folder))
+    whole = Learner(load_model(section, seed=0), groups.recipe(**PPO, **keys))
+    model, weights = open_model(section)
+    assert all(p.is_meta for p in model.parameters())
+    filled = Learner(model, groups.recipe(**PPO, **keys), weights=weights)
+    return steps(groups, whole), steps(groups, filled), filled
+
+
+PLAIN = [(family, tied) for family in FAMILIES for tied in (True, False) if (family, tied) != ("gpt_neox", False)]
+
+
+@pytest.mark.parametrize(("family", "tied"), PLAIN)
+def test_every_family_is_filled_to_the_bit(groups, family, tied, tmp_path):
+    whole, filled, learner = both(groups, saved(tmp_path, family, tied), {})
+    assert filled == whole
+    head, embedding = learner.model.get_output_embeddings(), learner.model.get_input_embeddings()
+    assert (head.weight is embedding.weight) is tied
+
+
+@pytest.mark.parametrize("keys", ARRANGEMENTS)
+def test_roles_are_filled_to_the_bit(groups, keys, tmp_path):
+    whole, filled, _ = both(groups, saved(tmp_path, "llama", True), keys)
+    assert filled == whole
+
+
+def job_ranks(folder: str, keys: dict[str, Any]) -> Any:
+    whole, filled, learner = both(groups_module(), Path(folder), {**keys, "parallel__shard": 2})
+    held = [p.to_local().numel() / p.numel() for p in learner.model.parameters() if isinstance(p, DTensor)]
+    return whole == filled, max(held), len(held) == len(list(learner.model.parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tied", "keys"), [("gemma3", True, {}), ("llama", False, {}), ("llama", True, ARRANGEMENTS[2])]
+)
+def test_each_rank_reads_its_part(gang, family, tied, keys, tmp_path):
+    for same, most, all_sharded in gang.run(2, job_ranks, str(saved(tmp_path / "model", family, tied)), keys):
+        assert same
+        assert most <= 0.5
+        assert all_sharded
+
+
+def test_weights_that_do_not_stand_under_the_models_names_are_refused(tmp_path):
+    folder = tmp_path / "model"
+    tiny_model("llama").save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("up_proj", "up"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"up_proj\.weight of shape \(128, 64\), which its files hold under no such name"
+    ):
+        open_model(Model(name=str(folder)))
+    tiny_model("gpt_neox", tied=False).save_pretrained(tmp_path / "neox")  # its head is called otherwise in files
+    with pytest.raises(ModelError, match="under no such name"):
+        open_model(Model(name=str(tmp_path / "neox")))
+    with pytest.raises(ModelError, match="has no files to read in parts"):
+        open_model(Model(name="tiny-random:llama"))
+
+
+def test_a_buffer_that_nothing_computes_is_refused(groups, tmp_path):
+    model, weights = open_model(Model(name=str(saved(tmp_path, "llama", True))))
+    model.model.layers[0].register_buffer("mystery", torch.empty(3, device="meta"), persistent=False)
+    with pytest.raises(ModelError, match=r"does not say how its buffer model\.layers\.0\.mystery is computed"):
+        Learner(model, groups.recipe(**PPO), weights=weights)
