@@ -21,7 +21,7 @@ from miles.algo.correction import TOKEN_KINDS, sequence_weights, token_weights
 from miles.algo.losses import TokenLoss, bounded_exp
 from miles.algo.metrics import explained_variance
 from miles.algo.own import held
-from miles.algo.regularize import k1, k3, kl_loss
+from miles.algo.regularize import k1, k3, kl_loss, value_regularizer
 from miles.algo.rules import correction_mode, settings_of, updates_per_step
 from miles.algo.tokens import TokenSignal, gather, gather_tokens, select
 from miles.types import Batch, LossOutput, Signal, StepTable
@@ -99,6 +99,10 @@ class Objective:
         return self.row.has_critic
 
     @property
+    def needs_ref_values(self) -> bool:
+        return self.row.has_critic and self.settings["value_ref"] > 0
+
+    @property
     def needs_entropy(self) -> bool:
         """Entropy with gradient; without, it is only measured."""
         return self.settings["entropy_coef"] > 0
@@ -125,6 +129,7 @@ class Objective:
             (self.needs_old, old_logprobs, "old_logprobs"),
             (self.needs_ref, ref_logprobs, "ref_logprobs"),
             (self.needs_critic, values, "values"),
+            (self.needs_ref_values, ref_values, "ref_values"),
         ):
             if needed and given is None:
                 raise ValueError(f"{self.row.name} needs {name} of the step's table")
@@ -239,8 +244,14 @@ class Objective:
             raise ValueError(f"values have shape {tuple(values.shape)}, the batch {tuple(gathered.mask.shape)}")
         values = select(values.float(), gathered.mask)
         token = _token_loss(self.token_value_loss(values, gathered))
-        share = select(token.loss, gathered.mask) * select(weights, gathered.mask)
-        metrics = {"loss_value": share, "value": values, **token.metrics}
+        loss, metrics = token.loss, {"value": values, **token.metrics}
+        if self.needs_ref_values:
+            if gathered.ref_values is None:
+                raise ValueError("value_ref > 0 needs ref_values")
+            loss = loss + self.settings["value_ref"] * value_regularizer(values, gathered.ref_values)
+            metrics["value_ref_gap"] = (values - gathered.ref_values).abs()
+        share = select(loss, gathered.mask) * select(weights, gathered.mask)
+        metrics["loss_value"] = share
         return LossOutput(share.sum(), {name: value.detach().float() for name, value in metrics.items()})
 
     def rows_with_gradient(self, signal: Signal) -> Tensor | None:

@@ -30,6 +30,7 @@ MEANS = {
     "score": "score/mean",
     "pair_gap": "pairs/gap",
     "pair_right": "pairs/accuracy",
+    "value_ref_gap": "value/ref_gap",
 }
 """Per-token metric -> key of its mean over trained tokens."""
 

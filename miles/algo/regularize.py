@@ -65,3 +65,8 @@ def adapt_beta(beta: float, kl: float, target: float, samples: int, horizon: int
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return beta * (1 + error * samples / horizon)
+
+
+def value_regularizer(values: Tensor, ref_values: Tensor) -> Tensor:
+    """[T] 0.5 * (v - v_ref)^2, what holds a critic near the one that its run began with."""
+    return 0.5 * (values - ref_values) ** 2

@@ -289,6 +289,11 @@ def _without_effect(row: AlgorithmRow, recipe: Recipe) -> list[str]:
             f"algorithm.{key} = {value} has no effect with {row.name}, which does not read it: leave it out, or choose a "
             "row that does (docs/algorithms.md)."
         )
+    if algorithm.value_ref and not row.has_critic:
+        found.append(
+            f"algorithm.value_ref = {algorithm.value_ref:g} has no effect with {row.name}, which has no critic: leave it out, or "
+            "choose ppo or vapo."
+        )
     if algorithm.critic_warmup and not row.has_critic:
         found.append(
             f"algorithm.critic_warmup = {algorithm.critic_warmup} has no effect with {row.name}, which has no critic: leave "

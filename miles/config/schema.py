@@ -199,6 +199,8 @@ class Algorithm(Section):
     """Weight of the likelihood of correct samples. None: as the row says (vapo 0.1, others 0)."""
     value_clip: PositiveFloat | None = 0.2
     """Clip of the value around its old one; presumes rewards of order 1."""
+    value_ref: NonNegativeFloat = 0.0
+    """Strength c of c * 0.5 * (v - v_ref)^2 in the value loss, v_ref the critic as the run began with it."""
     critic_warmup: NonNegativeInt | None = None
     """Steps in which the critic learns and the actor stands still. None: as the row says."""
     centre_coef: NonNegativeFloat = 0.0

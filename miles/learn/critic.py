@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from miles.types import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Critic(nn.Module):
@@ -54,7 +57,7 @@ def token_values(trunk: nn.Module, head: nn.Linear, batch: Batch, compute: Compu
     return reads.spread(head(hidden.float()).squeeze(1)[reads.rows], batch)
 
 
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+def frozen_copy(model: M) -> M:
     """The model as it is now, without gradients."""
     reference = copy.deepcopy(model)
     for parameter in reference.parameters():

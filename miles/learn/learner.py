@@ -110,10 +110,11 @@ class Learner:
         """The forwards that the algorithm asks for, without gradient; then credit and advantage over the whole step."""
         old = self.logprobs(step) if self.objective.needs_old else None
         ref = self.logprobs(step, "ref") if "ref" in self.roles.names else None
-        values = None
-        if "critic" in self.roles.names:
-            values = self._scored(step, lambda batch: self.roles.values("critic", batch))
-        return self.objective.signal(move(step.table, self.device), old, ref, values, beta=self.beta)
+        values, ref_values = (
+            self._scored(step, partial(self.roles.values, role)) if role in self.roles.names else None
+            for role in ("critic", "ref_critic")
+        )
+        return self.objective.signal(move(step.table, self.device), old, ref, values, ref_values, beta=self.beta)
 
     def logprobs(self, step: Step, role: Role = "actor") -> Tensor:
         """[N] float32, of the policy as it is now, at the sampling temperature, in the order of the step's table."""

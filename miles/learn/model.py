@@ -135,6 +135,8 @@ class SeparateModels:
         self.critics: dict[Role, Critic] = {}
         if objective.needs_critic:
             self.critics["critic"] = Critic(model)
+        if objective.needs_ref_values:
+            self.critics["ref_critic"] = frozen_copy(self.critics["critic"])
         if objective.needs_ref:
             self.policies["ref"] = Policy(frozen_copy(model))
 
@@ -148,7 +150,7 @@ class SeparateModels:
 
     @property
     def trunks(self) -> tuple[PreTrainedModel, ...]:
-        return (self.actor.base_model, *(critic.trunk for critic in self.critics.values()))
+        return (self.actor.base_model, *(self.critics[role].trunk for role in self.critics if role == "critic"))
 
     def logprobs(
         self, role: Role, batch: Batch, with_entropy: bool = True, temperature: float | None = None
@@ -196,7 +198,7 @@ class SeparateModels:
         moves = self._reference_moves and "ref" in self.policies
         return {
             "model": self.actor,
-            **self.critics,
+            **({"critic": self.critics["critic"]} if "critic" in self.critics else {}),
             **({"reference": self.policies["ref"].model} if moves else {}),
         }
 

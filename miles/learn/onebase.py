@@ -1,7 +1,7 @@
 """The roles of LoRA: one frozen base, on which an adapter is switched on for each forward and nothing is copied.
 
-actor       its adapter                        ref         no adapter: the base, bit for bit
-critic      its adapter and a value head       (where the reference moves: a frozen adapter of its own)
+actor       its adapter                     ref         no adapter: the base, bit for bit (a frozen adapter where it moves)
+critic      its adapter and a value head    ref_critic  a frozen adapter and value head
 
 A scorer is an actor with a head: the sequence classifier's own, which is trained beside the adapter.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.learn.adapters import adapter_parameters, attach, copy_adapter, load_parameters, name_in_base, start
-from miles.learn.critic import Critic, load_weights, token_values, value_head, weights_of, zero
+from miles.learn.critic import Critic, frozen_copy, load_weights, token_values, value_head, weights_of, zero
 from miles.learn.forward import Compute, policy_logprobs
 from miles.learn.parallel import parallelize
 from miles.learn.scorer import scorer_head
@@ -55,36 +55,44 @@ class AdapterRoles:
     def __init__(self, model: PreTrainedModel, recipe: Recipe, objective: Objective, compute: Compute) -> None:
         self.actor = model
         self._compute = compute
-        self._full_critic = Critic(model) if objective.needs_critic and recipe.lora.critic == "full" else None
         self._reference_moves = objective.needs_ref and recipe.algorithm.ref_update_every is not None
-        own_critic = objective.needs_critic and recipe.lora.critic == "adapter"
-        names = ["actor", *(["critic"] if own_critic else []), *(["ref"] if self._reference_moves else [])]
+        self.names: tuple[Role, ...] = (
+            "actor",
+            *(("ref",) if objective.needs_ref else ()),
+            *(("critic",) if objective.needs_critic else ()),
+            *(("ref_critic",) if objective.needs_ref_values else ()),
+        )
+        critics = [role for role in self.names if role in ("critic", "ref_critic")]
+        self._full: dict[Role, Critic] = {}  # critics with weights of their own
+        if recipe.lora.critic == "full":
+            self._full = {
+                role: frozen_copy(Critic(model)) if role == "ref_critic" else Critic(model) for role in critics
+            }
+            critics = []
+        self._adapters = ["actor", *critics, *(["ref"] if self._reference_moves else [])]
         if compute.dtype is not torch.float32:
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(compute.dtype)
         # The base is stored in the type that it computes in; autocast would cast adapters and heads as well.
         self._stored_type = replace(compute, dtype=torch.float32)
-        self._adapters, self._seed = names, recipe.run.seed
-        self._switch = attach(model, names, recipe.lora, recipe.run.seed)
-        heads = {"critic": value_head(model)} if own_critic else {}
+        self._seed = recipe.run.seed
+        self._switch = attach(model, self._adapters, recipe.lora, self._seed)
+        heads = {role: value_head(model) for role in critics}
         if objective.row.scorer:
             heads["actor"] = scorer_head(model).requires_grad_(True)
         self.root = OneBase(model, heads)
-        for parameter in adapter_parameters(model, "ref").values():
-            parameter.requires_grad_(False)
-        self.names: tuple[Role, ...] = (
-            "actor",
-            *(("ref",) if objective.needs_ref else ()),
-            *(("critic",) if objective.needs_critic else ()),
-        )
+        for role in ("ref", "ref_critic"):
+            for parameter in self.trained(role).values():
+                parameter.requires_grad_(False)
+        self._begin()
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
-        return (self.root, *([] if self._full_critic is None else [self._full_critic]))
+        return (self.root, *self._full.values())
 
     @property
     def trunks(self) -> tuple[PreTrainedModel, ...]:
-        return (self.actor.base_model, *([] if self._full_critic is None else [self._full_critic.trunk]))
+        return (self.actor.base_model, *(self._full[role].trunk for role in self._full if role == "critic"))
 
     def logprobs(
         self, role: Role, batch: Batch, with_entropy: bool = True, temperature: float | None = None
@@ -94,33 +102,40 @@ class AdapterRoles:
         return self.root(batch, self._stored_type.at(temperature), head, with_entropy)
 
     def values(self, role: Role, batch: Batch) -> Tensor:
-        if self._full_critic is not None:
-            return self._full_critic(batch, self._compute)
+        if role in self._full:
+            return self._full[role](batch, self._compute)
         self._switch.adapter = role
         return self.root(batch, self._stored_type, role, False)[0]
 
     def trained(self, role: Role) -> dict[str, nn.Parameter]:
-        if role == "critic" and self._full_critic is not None:
-            return dict(self._full_critic.named_parameters())
+        if role in self._full:
+            return dict(self._full[role].named_parameters())
         head = dict(self.root.heads[role].named_parameters("value_head")) if role in self.root.heads else {}
         return {**adapter_parameters(self.actor, role), **head}
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Base and adapters of a block are gathered together, each in the type that it is stored in."""
         parallelize(self.root, self.actor.base_model, mesh)
-        if self._full_critic is not None:
-            parallelize(self._full_critic, self._full_critic.trunk, mesh, dtype=self._compute.dtype)
-            self._compute = self._stored_type
+        for critic in self._full.values():
+            parallelize(critic, critic.trunk, mesh, dtype=self._compute.dtype)
+        self._compute = self._stored_type
 
     def fill(self, weights: Mapping[str, Stored], device: torch.device) -> None:
         with_memory(self.root, self.actor, device)
         fill(self.actor, weights, name_in_base)
+        for role in ("critic", "ref_critic"):
+            if role in self.root.heads:
+                zero(self.root.heads[role])
+        self._begin()
+        for critic in self._full.values():
+            fill_critic(critic, self.actor, weights, device)
+
+    def _begin(self) -> None:
+        """Adapters as the run starts from them; what is a reference is equal to its role."""
         for name in self._adapters:
             start(self.actor, name, self._seed)
-        for head in self.root.heads.values():
-            zero(head)
-        if self._full_critic is not None:
-            fill_critic(self._full_critic, self.actor, weights, device)
+        if "ref_critic" in self._adapters:
+            copy_adapter(self.actor, "critic", "ref_critic")
 
     def renew_reference(self) -> None:
         copy_adapter(self.actor, "actor", "ref")
@@ -131,13 +146,13 @@ class AdapterRoles:
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Adapters and heads; the base is the model that the run starts from and is not stored again."""
         adapters = {file: {name: p.detach() for name, p in held.items()} for file, held in self._stored.items()}
-        return adapters if self._full_critic is None else {**adapters, "critic": weights_of(self._full_critic)}
+        return {**adapters, "critic": weights_of(self._full["critic"])} if self._full else adapters
 
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         for file, held in self._stored.items():
             load_parameters(held, tensors.get(file, {}))
-        if self._full_critic is not None:
-            load_weights(self._full_critic, tensors.get("critic", {}))
+        if self._full:
+            load_weights(self._full["critic"], tensors.get("critic", {}))
 
     @property
     def _stored(self) -> dict[str, dict[str, nn.Parameter]]:

@@ -137,6 +137,7 @@ def test_keys_of_a_reference_that_is_not_used():
         ("ppo", "vapo_alpha", 1.0),
         ("grpo", "value_clip", 0.5),
         ("grpo", "critic_warmup", 5),
+        ("grpo", "value_ref", 0.5),
     ],
 )
 def test_a_key_that_the_row_does_not_read_is_refused(name, key, value):

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from miles.algo.regularize import adapt_beta, k3, kl_loss, straight_through
+from miles.algo.regularize import adapt_beta, k3, kl_loss, straight_through, value_regularizer
 from miles.config.schema import Algorithm
 
 NAMES = [n for a in get_args(Algorithm.model_fields["kl_estimator"].annotation) for n in get_args(a)]
@@ -99,3 +99,11 @@ def test_beta_follows_its_target_by_a_fifth_at_most():
     assert adapt_beta(0.1, kl=0.0, target=0.1, samples=1000, horizon=10000) == pytest.approx(0.1 * 0.98)
     assert adapt_beta(0.1, kl=0.11, target=0.1, samples=1000, horizon=10000) == pytest.approx(0.1 * 1.01)
     assert adapt_beta(0.1, kl=0.1, target=0.1, samples=1000, horizon=10000) == 0.1
+
+
+def test_the_value_regularizer_is_half_the_square_and_pulls_back():
+    values = torch.tensor([0.5, -1.0], requires_grad=True)
+    out = value_regularizer(values, torch.tensor([0.0, 1.0]))
+    out.sum().backward()
+    assert out.tolist() == [0.125, 2.0]
+    assert values.grad.tolist() == [0.5, -2.0]

@@ -210,3 +210,22 @@ def test_in_bf16_the_base_is_stored_rounded_and_adapters_and_heads_are_not(group
     assert all(row["update/skipped"] == 0 for row in rows)
     assert "update/visible_fraction" not in rows[0]
     assert one.model.model.rotary_emb.inv_freq.dtype is torch.float32
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora__rank": None}, {"lora__critic": "full"}])
+def test_the_reference_critic_stays_where_the_critic_began_and_holds_it(groups, keys):
+    """From a critic that says 0, so v_ref = 0 at every step; a strong hold leaves smaller values."""
+    made = off_policy(groups)
+    sizes = {}
+    for strength in (0.0, 50.0):
+        one = learner(groups, **{**PPO, **keys}, algorithm__value_ref=strength, learner__critic_learning_rate=2e-3)
+        assert ("ref_critic" in one.roles.names) is (strength > 0)
+        for _ in range(12):
+            step = one.pack(made)
+            signal = one.score(step)
+            assert strength == 0 or not signal.ref_values.any()
+            row = one.update(step, signal)
+        sizes[strength] = one.score(one.pack(made)).values.abs().mean().item()
+        assert ("value/ref_gap" in row) is (strength > 0)
+        assert all("ref" not in name for name in one.state()[0]["critic"])
+    assert sizes[50.0] < 0.5 * sizes[0.0]
