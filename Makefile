@@ -117,8 +117,10 @@ bench-engine: setup
 gpu-check: setup
 	PYTHON=$(RUN)/python scripts/gpu_check.sh
 
-accept: setup-dev
+accept: setup-dev setup-vllm
 	$(RUN)/python scripts/accept/all.py
+
+accept-3: setup-vllm
 
 accept-%: setup-dev
 	$(RUN)/python scripts/accept/all.py $*
