@@ -103,6 +103,14 @@ class CheckpointError(MilesError):
     """A checkpoint is incomplete, altered, or belongs to another model or recipe."""
 
 
+class RankFailed(MilesError):
+    """A rank of a run died, or ended with an error of its own, whose exit code the run ends with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class TrainingAborted(MilesError):
     """Training stopped to protect the model (non-finite loss, poisoned data); `metrics` are those of the step it ended in."""
 

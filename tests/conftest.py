@@ -1,11 +1,15 @@
 """For every test: threads that wait spin only briefly, or two test processes on two cores would take minutes for seconds.
 
 And real vLLM servers of tiny models, each started when the first test asks for it and kept for the session.
+The fixture `gang` runs a function of a test module on several ranks.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import runpy
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -107,3 +111,40 @@ def served_adapters(serve_tiny: Callable[..., Served]) -> Served:
     from miles.engine.vllm_flags import AdapterSlots
 
     return serve_tiny("adapters", True, AdapterSlots(rank=4, count=3))
+
+
+class Gang:
+    """Runs a function of a test module on several gloo ranks at once, each a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch.distributed.tensor", "miles.learn.learner", "miles.learn.writer"])
+        self._calls = 0
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What each rank returned, in the order of ranks; arguments and results are JSON."""
+        self._calls += 1
+        place = self._folder / f"gang-{self._calls}"
+        place.mkdir()
+        processes = [self._start(place, size, rank, function, arguments) for rank in range(size)]
+        for process in processes:
+            process.join(120)
+            process.kill()
+        assert [process.exitcode for process in processes] == [0] * size
+        return [json.loads((place / f"result-{rank}").read_text(encoding="utf-8")) for rank in range(size)]
+
+    def _start(self, place: Path, size: int, rank: int, function: Callable[..., Any], arguments: Any) -> Any:
+        job = {
+            "size": size, "rank": rank, "module": function.__code__.co_filename, "function": function.__name__,
+            "arguments": arguments, "store": str(place / "store"), "result": str(place / f"result-{rank}"),
+        }  # fmt: skip
+        child = str(Path(__file__).with_name("gang_child.py"))
+        process = self._context.Process(target=runpy.run_path, args=(child,), kwargs={"init_globals": {"job": job}})
+        process.start()
+        return process
+
+
+@pytest.fixture
+def gang(tmp_path: Path) -> Gang:
+    return Gang(tmp_path)

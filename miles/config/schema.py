@@ -287,7 +287,7 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, le=10**18)] = 0
     """Of everything random: data order, sampling, minibatches, random models."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of the learner and the engine. None: as many as the machine has cores; the resolved recipe holds the number."""
+    """CPU threads of the learner and the engine. None: the machine's cores, shared evenly by the ranks on it; the resolved recipe holds the number."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives. auto: a GPU where there is one."""
     checkpoint_every: PositiveInt | None = 10
@@ -295,11 +295,13 @@ class Run(Section):
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints to keep."""
     checkpoint_async: Literal["auto", "on", "off"] = "auto"
-    """Write checkpoints beside training, from a copy in host memory. auto: where the model lives on a GPU; on a CPU the copy would take as much memory as what it copies."""
+    """Write checkpoints beside training, from a copy in host memory. auto: where the model lives on a GPU, or only adapters are trained; a copy of full weights on a CPU would take the memory that they live in."""
     keep_best: bool = False
     """Keep `best/`, the model with the highest eval/reward/mean; the newest on ties."""
     stop_at_reward: float | None = None
     """Stop after two evaluations in a row at or above this eval/reward/mean. None: never."""
+    restarts: NonNegativeInt = 0
+    """Times that all ranks start again from the newest checkpoint after one of them has died."""
     max_skipped_updates: PositiveInt = 3
     """Non-finite updates in a row before training is aborted, with a checkpoint."""
 

@@ -19,6 +19,7 @@ from miles.config.names import is_text
 from miles.errors import BadInput, CheckpointError
 from miles.learn import folders
 from miles.learn.adapters import detach, layers_of, merged_weights, peft_config, peft_tensors
+from miles.learn.critic import whole_weights
 from miles.learn.quiet import quiet
 
 if TYPE_CHECKING:
@@ -62,37 +63,51 @@ def export_adapter(
     directory: Path,
     *,
     name: str = "actor",
+    tensors: Mapping[str, Tensor] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write one adapter of the model as the folder that peft and engines load; rules for `directory` as with `export`.
 
-    No base weights and no value head are in it.
+    No base weights and no value head are in it. `tensors`, under peft's names, replace the model's own.
     """
     directory = Path(directory)
+    found = dict(peft_tensors(model, name)) if tensors is None else dict(tensors)
 
     def write(folder: Path) -> None:
-        save_file(dict(peft_tensors(model, name)), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         folders.write_json(folder / "adapter_config.json", peft_config(model, name))
 
     return _publish(directory, tokenizer, facts, write)
 
 
 def save_trained(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, facts: Mapping[str, Any]
-) -> Path:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    facts: Mapping[str, Any],
+    *,
+    writes: bool = True,
+) -> None:
     """What was trained: the adapter where there is one, else the whole model.
 
-    A scorer's adapter is added to its base, so that everything that reads sequence classifiers reads it.
+    A scorer's adapter is added to its base, so that everything that reads sequence classifiers reads it. On several ranks
+    all of them call this, and put one tensor after the other together; the one that `writes` keeps them in host memory and
+    writes the folder.
     """
     layers = layers_of(model)
-    if not layers:
-        return export(model, tokenizer, directory, facts=facts)
-    if model.can_generate():
-        return export_adapter(model, tokenizer, directory, facts=facts)
-    weights = dict(merged_weights(model, "actor"))
+    adapter = bool(layers) and model.can_generate()
+    tensors = (
+        peft_tensors(model, "actor") if adapter else merged_weights(model, "actor") if layers else whole_weights(model)
+    )
+    kept = {name: tensor.cpu() for name, tensor in tensors if writes}
+    if not writes:
+        return
+    if adapter:
+        export_adapter(model, tokenizer, directory, tensors=kept, facts=facts)
+        return
     detach(model)
     try:
-        return export(model, tokenizer, directory, weights=weights, facts=facts)
+        export(model, tokenizer, directory, weights=kept, facts=facts)
     finally:
         for path, layer in layers.items():
             model.set_submodule(path, layer)

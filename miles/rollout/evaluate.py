@@ -35,16 +35,19 @@ async def evaluate(
     return evaluation_metrics(await run_evaluation(rows, episodes, recipe=recipe), full_reward)
 
 
-async def run_evaluation(rows: Sequence[Mapping[str, Any]], episodes: Episodes, *, recipe: schema.Recipe) -> Evaluation:
+async def run_evaluation(
+    rows: Sequence[Mapping[str, Any]], episodes: Episodes, *, recipe: schema.Recipe, chosen: Sequence[int] | None = None
+) -> Evaluation:
     """`eval.samples` completions of each row at the training temperature, and its greedy one where `eval.greedy` is on.
 
-    A row whose reward or environment fails is tried up to `buffer.max_attempts` times; then its error is raised.
+    `chosen`: places of the rows that are evaluated here, None: of all; what a row gives does not depend on the others. A row whose reward or environment fails is tried up to `buffer.max_attempts` times; then its error is raised.
     """
     samples = recipe.eval.samples
-    calls = [_group(episodes, index, row, recipe, samples) for index, row in enumerate(rows)]
+    chosen = range(len(rows)) if chosen is None else chosen
+    calls = [_group(episodes, index, rows[index], recipe, samples) for index in chosen]
     if recipe.eval.greedy:
         likeliest = replace(episodes, sampling=greedy(episodes.sampling))
-        calls += [_group(likeliest, index, row, recipe, 1) for index, row in enumerate(rows)]
+        calls += [_group(likeliest, index, rows[index], recipe, 1) for index in chosen]
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         groups = await asyncio.gather(*tasks)
@@ -52,7 +55,7 @@ async def run_evaluation(rows: Sequence[Mapping[str, Any]], episodes: Episodes, 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return Evaluation(tuple(groups[: len(rows)]), tuple(groups[len(rows) :]))
+    return Evaluation(tuple(groups[: len(chosen)]), tuple(groups[len(chosen) :]))
 
 
 def evaluation_metrics(evaluation: Evaluation, full_reward: float | None = 1.0) -> dict[str, float]:

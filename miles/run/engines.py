@@ -13,17 +13,19 @@ from miles.config.schema import Recipe
 from miles.engine.inprocess import InProcessEngine
 from miles.learn.learner import Learner
 from miles.protocols import Engine, Publisher
+from miles.publish.following import FollowingPublisher
 from miles.publish.inprocess import InProcessPublisher
 from miles.run.prepare import Inputs
-from miles.run.vllm import open_vllm
+from miles.run.vllm import canary_ids, open_vllm
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """An engine that serves the learner's version, and its publisher."""
+    """An engine that serves the learner's version, and its publisher. With servers rank 0 alone has an engine."""
 
-    engine: Engine
+    engine: Engine | None
     publisher: Publisher
+    shares_weights: bool = False  # samples with the learner's own, which are put together for it on several ranks
     slow_reason: Callable[[], str | None] = lambda: None  # why the engine is slow on this model, once that is known
 
 
@@ -32,6 +34,12 @@ def open_rollouts(
     recipe: Recipe, inputs: Inputs, model: PreTrainedModel, learner: Learner, run_dir: Path
 ) -> Iterator[Rollouts]:
     """The engine of `engine.kind`, started, at the learner's version; all of it ends with the block."""
+    if recipe.engine.kind == "vllm" and learner.ranks.rank > 0:
+        learner.canary_ids = canary_ids(inputs)
+        follower = FollowingPublisher()
+        follower.publish(learner.policy_update())
+        yield Rollouts(None, follower)
+        return
     if recipe.engine.kind == "vllm":
         with open_vllm(recipe, inputs, learner, run_dir) as (engine, publisher):
             yield Rollouts(engine, publisher)
@@ -41,4 +49,4 @@ def open_rollouts(
         model, inputs.tokenizer, version=lambda: publisher.version, end_token_ids=inputs.sampling.stop_token_ids,
         max_batch=recipe.engine.max_batch, deterministic=recipe.rollout.deterministic,
     )  # fmt: skip
-    yield Rollouts(engine, publisher, lambda: engine.slow_reason)
+    yield Rollouts(engine, publisher, True, lambda: engine.slow_reason)

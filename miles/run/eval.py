@@ -15,6 +15,7 @@ from miles.config.schema import Recipe
 from miles.engine.inprocess import InProcessEngine
 from miles.errors import DataError
 from miles.learn.learner import Learner
+from miles.learn.spmd import Ranks
 from miles.rollout.episode import Episodes
 from miles.rollout.evaluate import evaluate
 from miles.rollout.recorded import Recorded
@@ -31,10 +32,10 @@ def eval_command(recipes: Sequence[Path], overrides: Mapping[str, Any], model: s
         why = "".join(f" ({note})" for note in inputs.notes)
         raise DataError(f"the recipe has no held-out rows{why}: set eval.rows above 0, or name some with eval.source")
     torch.set_num_threads(recipe.run.threads or 1)
-    loaded = load_trained(recipe, resolved.row)
+    loaded = load_trained(recipe, resolved.row, device_of(recipe))
     if inputs.answers is not None:
-        learner = Learner(loaded, recipe, device=device_of(recipe))
-        metrics, _ = held_out_metrics(learner, inputs.held_out, Recorded(inputs.answers))
+        learner = Learner(loaded, recipe, device=device_of(recipe), ranks=Ranks())
+        metrics = held_out_metrics(learner, inputs.held_out, Recorded(inputs.answers))
     else:
         metrics = _sampled(recipe, inputs, loaded)
     print(f"{model} on {len(inputs.held_out)} held-out rows of {inputs.held_out.source}")

@@ -24,7 +24,9 @@ class Interrupted(KeyboardInterrupt):
 class Interrupts:
     """While active, SIGINT and SIGTERM raise Interrupted; inside `whole()` they wait until its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, held: bool = False) -> None:
+        """`held`: signals wait everywhere, until the end of `cancelling` or a `check`: ranks of a run stop together."""
+        self._held = held
         self._depth = 0
         self._pending: int | None = None
         self._cancel: Callable[[], None] | None = None
@@ -49,8 +51,12 @@ class Interrupts:
             yield
         finally:
             self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 0 and not self._held:
             self._raise_pending()
+
+    def check(self) -> None:
+        """Raises Interrupted where a signal has come and waits."""
+        self._raise_pending()
 
     @contextmanager
     def cancelling(self, cancel: Callable[[], None]) -> Iterator[None]:
@@ -59,6 +65,8 @@ class Interrupts:
         A second signal does not wait for that.
         """
         self._cancel = cancel
+        if self._held and self._pending is not None and self._depth == 0:
+            cancel()
         try:
             yield
         except BaseException:
@@ -80,6 +88,8 @@ class Interrupts:
         elif self._cancel is not None and self._pending is None:
             self._pending = signum
             self._cancel()
+        elif self._held:
+            self._pending = signum
         else:
             self._pending = None
             raise Interrupted(signum)

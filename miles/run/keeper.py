@@ -1,4 +1,4 @@
-"""What happens around the steps of one process: log, evaluate, write checkpoints, keep the best, stop."""
+"""What happens around the steps of a run: log, evaluate, write checkpoints, keep the best, stop."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from miles.algo import AlgorithmRow
 from miles.buffer.embedded import EmbeddedBuffer
 from miles.buffer.manifests import AT_DROP_LIMIT, AT_STREAM_END
-from miles.buffer.snapshot import SNAPSHOT_NAME
 from miles.config.schema import Recipe
 from miles.learn import checkpoint
-from miles.learn.export import read_marker, save_trained
+from miles.learn.export import read_marker
 from miles.learn.learner import Learner
-from miles.learn.randomness import random_state
 from miles.learn.writer import Writer
 from miles.observe.live import LiveView
 from miles.observe.metrics import group_metrics, recorded_metrics, throughput_metrics
@@ -50,14 +45,13 @@ class RunKeeper:
     run_dir: Path
     learner: Learner
     buffer: EmbeddedBuffer
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    save: Callable[[bool], Path | None]  # a checkpoint, beside training or not; the oldest one that is kept
+    export: Callable[[str], None]  # the model, into the folder of that name
     evaluate: Callable[[], tuple[Mapping[str, float], Evaluation]] | None  # None: no held-out rows
     recorder: Recorder
     view: LiveView
     interrupts: Interrupts
     writer: Writer
-    identity: Mapping[str, Any]  # of the run: a checkpoint of another one is refused
     saved_version: int = -1  # newest checkpoint on disk
     _step_started: float = field(default_factory=time.perf_counter)
     _told_short: set[str] = field(default_factory=set)
@@ -127,18 +121,7 @@ class RunKeeper:
             self._commit(self.writer.wait())
             if self.learner.version == self.saved_version:
                 return
-            tensors, state = self.learner.state()
-            content = (
-                self.learner.version,
-                tensors,
-                {"learner": state, "run": self.identity},
-                {"random": random_state()},
-                {SNAPSHOT_NAME: self.buffer.snapshot()},
-            )
-            if beside:
-                self.writer.start(*content)
-            else:
-                self._commit(self.writer.save(*content))
+            self._commit(self.save(beside))
             self.saved_version = self.learner.version
 
     def _commit(self, oldest: Path | None) -> None:
@@ -146,9 +129,10 @@ class RunKeeper:
             self.buffer.commit(checkpoint.version_of(oldest), oldest)
 
     def _writes_beside(self) -> bool:
-        """Where weights live in the memory that a copy of them would take, the copy costs more than the wait."""
+        """Where all weights live in the memory that a copy of them would take, the copy costs more than the wait."""
         choice = self.recipe.run.checkpoint_async
-        return self.learner.device.type != "cpu" if choice == "auto" else choice == "on"
+        small = self.learner.device.type != "cpu" or self.recipe.lora.rank is not None
+        return small if choice == "auto" else choice == "on"
 
     def _evaluation_due(self) -> bool:
         every = self.recipe.eval.every
@@ -189,8 +173,7 @@ class RunKeeper:
 
     def _export(self, name: str) -> None:
         with self.interrupts.whole():
-            facts = {"version": self.learner.version, "recipe": self.recipe.model_dump(mode="json")}
-            save_trained(self.model, self.tokenizer, self.run_dir / name, facts)
+            self.export(name)
 
     def _record_samples(self, step: int, finished: Sequence[FinishedGroup]) -> list[tuple[Group, str | None]]:
         """The groups themselves, each with why it was dropped, or None."""

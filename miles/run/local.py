@@ -1,13 +1,13 @@
-"""The local launcher: engine, collector, buffer and learner in one process."""
+"""The local launcher: engine, collector, buffer and learner in one process, which may be one rank of several."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from miles.buffer.embedded import EmbeddedBuffer
 from miles.buffer.ledger import Ledger
 from miles.buffer.rewinding import RewindMode
 from miles.buffer.settings import LedgerSettings
-from miles.buffer.stream import PromptStream
+from miles.buffer.snapshot import SNAPSHOT_NAME
 from miles.config.schema import Recipe
 from miles.errors import (
     ConfigError,
@@ -32,6 +32,7 @@ from miles.errors import (
     TrainingAborted,
 )
 from miles.learn.adapters import target_paths
+from miles.learn.channel import Channel
 from miles.learn.export import check_target
 from miles.learn.learner import Learner
 from miles.learn.load import describe, load_model
@@ -42,15 +43,20 @@ from miles.observe.live import LiveView
 from miles.observe.recorder import Recorder
 from miles.observe.rows import METRICS_FILE, read_rows
 from miles.observe.sinks import open_sinks
-from miles.rollout.collect import Collector, GroupMaker
-from miles.rollout.episode import Episodes
-from miles.rollout.evaluate import Evaluation, evaluation_metrics, run_evaluation
+from miles.protocols import Publisher
+from miles.rollout.evaluate import Evaluation, evaluation_metrics
 from miles.rollout.recorded import Recorded
+from miles.run.collecting import Collecting
 from miles.run.coroutines import Coroutines
+from miles.run.crew import Crew, Duty
+from miles.run.duties import collect_round, collect_share, evaluate_share, export_part, save_part
 from miles.run.engines import open_rollouts
 from miles.run.interrupts import Interrupted, Interrupts
+from miles.run.join import check_alike, packages
 from miles.run.keeper import BEST, FINAL, RunKeeper
+from miles.run.led import LedKeeper, LedSource
 from miles.run.logs import logs_to, said
+from miles.run.place import Place
 from miles.run.prepare import Inputs
 from miles.run.resume import CHECKPOINTS, DATA, check_resumable, lost_rows, restore, restore_ledger
 from miles.run.rundir import begin_run_dir, check_run_dir, fixed_hash, write_config
@@ -63,7 +69,7 @@ FAILED_OUTSIDE_OF_UPDATES = (RewardError, EpisodeError, EngineError, NothingToTr
 
 @dataclass
 class LocalLauncher:
-    """Trains one recipe in this process. `launch` returns the exit code; failures are raised as MilesError."""
+    """Trains one recipe in this process, alone or as one rank. `launch` returns the exit code; failures are raised."""
 
     recipe: Recipe
     row: AlgorithmRow
@@ -71,42 +77,45 @@ class LocalLauncher:
     run_dir: Path
     resume: bool
     view: LiveView
-
-    def __post_init__(self) -> None:
-        self._resumed: Path | None = None  # the checkpoint that the run goes on from
+    crew: Crew
+    device: torch.device
+    log: Path | None  # None: standard error, which whoever started this rank keeps
 
     def launch(self) -> int:
-        self._check()
+        resumed = self.crew.agree(self._check)
         torch.set_num_threads(self.recipe.run.threads or 1)
-        model = load_trained(self.recipe, self.row)
+        model = load_trained(self.recipe, self.row, self.device)
         if (answers := self.inputs.answers) is not None and self.row.scorer:
             set_padding(model, self.inputs.tokenizer, answers.last_tokens())
         if self.recipe.lora.rank is not None:
             target_paths(model, self.recipe.lora.targets)
+        start = describe(model)
+        identity = self._identity(start)
+        check_alike(self.crew, {**packages(), **identity})
         if not self.resume:
-            begin_run_dir(self.run_dir, self.recipe)
-        interrupts = Interrupts()
+            self.crew.together(lambda: begin_run_dir(self.run_dir, self.recipe))
+        interrupts = Interrupts(held=self.crew.size > 1)
         with ExitStack() as stack:
-            stack.enter_context(logs_to(self.run_dir / "logs" / "main.log", self.view.message))
+            stack.enter_context(logs_to(self.log, self.view.message))
             stack.enter_context(self.view)
             stack.enter_context(interrupts.active())
-            keeper = stack.enter_context(self._keeper(model, interrupts))
-            return self._train(keeper)
+            return self._train(*stack.enter_context(self._parts(model, start, identity, resumed, interrupts)))
 
-    def _check(self) -> None:
-        """What can be known of the run directory and the machine before a model is loaded."""
+    def _check(self) -> str:
+        """What can be known before a model is loaded; the checkpoint that the run goes on from, where there is one."""
+        found = None
         check_run_dir(self.run_dir, self.recipe, self.resume)
         for name in (FINAL, BEST):
             check_target(self.run_dir / name)
         if self.resume:
             with said(self.view.message):
-                self._resumed = check_resumable(self.run_dir, self.inputs.data_hash)
-        device_of(self.recipe)
+                found = check_resumable(self.run_dir, self.inputs.data_hash)
         rehearse(self.recipe, self.row)
+        return "" if found is None else str(found)
 
-    def _train(self, keeper: RunKeeper) -> int:
+    def _train(self, learner: Learner, source: LedSource, publisher: Publisher, keeper: LedKeeper) -> int:
         try:
-            train(keeper.learner, keeper.buffer, self._rollouts.publisher, keeper)
+            train(learner, source, publisher, keeper)
         except Interrupted as interrupted:
             keeper.save_checkpoint()
             self.view.message(
@@ -122,66 +131,108 @@ class LocalLauncher:
         return 0
 
     @contextmanager
-    def _keeper(self, model: PreTrainedModel, interrupts: Interrupts) -> Iterator[RunKeeper]:
-        """Put the parts together and bring them to the version that the run directory holds."""
-        recipe, inputs = self.recipe, self.inputs
-        start = describe(model)
-        learner = Learner(model, recipe, device=device_of(recipe), total_steps=total_steps(recipe, len(inputs.train)))
-        identity = self._identity(start)
-        saved = -1 if self._resumed is None else restore(self._resumed, learner, identity)
-        stream = PromptStream(
-            len(inputs.train),
-            recipe.run.seed,
-            recipe.data.shuffle,
-            recipe.algorithm.groups_per_step,
-            recipe.data.epochs,
-        )
+    def _parts(
+        self,
+        model: PreTrainedModel,
+        start: Mapping[str, Any],
+        identity: dict[str, Any],
+        resumed: str,
+        interrupts: Interrupts,
+    ) -> Iterator[tuple[Learner, LedSource, Publisher, LedKeeper]]:
+        """What every rank has, and on rank 0 what only one may have, at the version that the run directory holds."""
+        recipe, inputs, crew = self.recipe, self.inputs, self.crew
+        learner = Learner(model, recipe, device=self.device, total_steps=total_steps(recipe, len(inputs.train)))
+        saved = restore(Path(resumed), learner, identity, crew.channel.rank) if resumed else -1
+        writer = Writer(self.run_dir / CHECKPOINTS, recipe.run.keep_checkpoints, Channel.open())
         with ExitStack() as stack:
-            self._rollouts = stack.enter_context(open_rollouts(recipe, inputs, model, learner, self.run_dir))
-            self._told_slow = False
-            episodes = self._episodes()
-            lost = self.resume and restore_ledger(self.run_dir)
-            ledger = Ledger(self.run_dir, self._settings(model), stream, identity, resume=self.resume)
-            stack.callback(ledger.close)
+            rollouts = stack.enter_context(open_rollouts(recipe, inputs, model, learner, self.run_dir))
             loop = stack.enter_context(Coroutines(interrupts))
-            collect = functools.partial(self._collect, loop, stream, episodes)
-            buffer = EmbeddedBuffer(ledger, collect=lambda: collect(buffer))
-            recorder = Recorder(self.run_dir, (), recipe.log.samples_per_step)
-            stack.callback(recorder.close)
+            collecting = Collecting(recipe, self.row, inputs, rollouts, learner.roles, loop)
+            buffer, keeper = None, None
+            if crew.leads:
+                lost = self.resume and restore_ledger(self.run_dir)
+                buffer = stack.enter_context(self._buffer(model, collecting, identity))
+            crew.take_up(self._duties(learner, writer, collecting, buffer, identity))
+            if buffer is not None:
+                mode: RewindMode = "resample" if lost else "replay"
+                keeper = stack.enter_context(
+                    self._keeper(learner, buffer, collecting, writer, interrupts, start, saved, mode)
+                )
+            yield learner, LedSource(crew, buffer), rollouts.publisher, LedKeeper(crew, keeper, interrupts)
+
+    def _duties(
+        self, learner: Learner, writer: Writer, collecting: Collecting, buffer: EmbeddedBuffer | None,
+        identity: dict[str, Any],
+    ) -> Mapping[str, Duty]:  # fmt: skip
+        channel = self.crew.channel
+        recipe = self.recipe.model_dump(mode="json")
+
+        def save(beside: bool) -> Path | None:
+            files = {} if buffer is None else {SNAPSHOT_NAME: buffer.snapshot()}
+            return save_part(learner, writer, identity, files, beside)
+
+        return {
+            "collect": lambda leases: collect_share(leases, channel, collecting.collect),
+            "evaluate": lambda: evaluate_share(len(self.inputs.held_out), channel, collecting.evaluate),
+            "measure": lambda: held_out_metrics(learner, self.inputs.held_out, collecting.recorded),
+            "save": save,
+            "export": lambda name: export_part(learner, self.inputs.tokenizer, self.run_dir / name, recipe, channel),
+        }
+
+    @contextmanager
+    def _buffer(
+        self, model: PreTrainedModel, collecting: Collecting, identity: dict[str, Any]
+    ) -> Iterator[EmbeddedBuffer]:
+        settings = self._settings(model)
+        ledger = Ledger(self.run_dir, settings, collecting.stream, identity, resume=self.resume)
+        with closing(ledger):
+            if self._all_collect:
+                buffer = EmbeddedBuffer(
+                    ledger, collect=lambda: collect_round(buffer, self.crew, self.recipe, collecting.run)
+                )
+            else:
+                buffer = EmbeddedBuffer(ledger, collect=lambda: collecting.collect(buffer))
+            yield buffer
+
+    @property
+    def _all_collect(self) -> bool:
+        """Servers are asked by rank 0 alone; an engine of each rank's own samples that rank's share."""
+        return self.crew.size > 1 and self.recipe.engine.kind == "inprocess"
+
+    @contextmanager
+    def _keeper(
+        self, learner: Learner, buffer: EmbeddedBuffer, collecting: Collecting, writer: Writer, interrupts: Interrupts,
+        start: Mapping[str, Any], saved: int, mode: RewindMode,
+    ) -> Iterator[RunKeeper]:  # fmt: skip
+        recipe = self.recipe
+        with closing(Recorder(self.run_dir, (), recipe.log.samples_per_step)) as recorder:
             if self.resume:
-                self._go_back(buffer, recorder, learner.version, "resample" if lost else "replay")
+                self._go_back(buffer, recorder, learner.version, mode)
             for sink in open_sinks(recipe.log, self.run_dir, learner.version, recipe.model_dump(mode="json")):
                 recorder.add_sink(sink)
             self._show_start(start, learner.version)
-            if isinstance(episodes, Recorded):
-                evaluate = functools.partial(held_out_metrics, learner, inputs.held_out, episodes)
-            else:
-                evaluate = functools.partial(self._evaluate, loop, episodes)
             yield RunKeeper(
                 recipe,
                 self.row,
                 self.run_dir,
                 learner,
                 buffer,
-                model,
-                inputs.tokenizer,
-                evaluate if len(inputs.held_out) else None,
+                lambda beside: self.crew.call("save", beside=beside),
+                lambda name: self.crew.call("export", name=name),
+                partial(self._evaluate, collecting) if len(self.inputs.held_out) else None,
                 recorder,
                 self.view,
                 interrupts,
-                Writer(self.run_dir / CHECKPOINTS, recipe.run.keep_checkpoints),
-                identity,
+                writer,
                 saved,
             )
 
-    def _episodes(self) -> Episodes | Recorded:
-        """Sampled by the run's engine and scored by its rewards, or read from the data."""
-        inputs = self.inputs
-        if inputs.answers is not None:
-            return Recorded(inputs.answers)
-        return Episodes(
-            inputs.environment, self._rollouts.engine, inputs.rewards, inputs.sampling, inputs.renderer.text
-        )
+    def _evaluate(self, collecting: Collecting) -> tuple[Mapping[str, float], Evaluation]:
+        if self.inputs.answers is not None:
+            return self.crew.call("measure"), Evaluation((), ())
+        everything = range(len(self.inputs.held_out))
+        evaluation = self.crew.call("evaluate") if self._all_collect else collecting.evaluate(everything)
+        return evaluation_metrics(evaluation, self.inputs.rewards.full), evaluation
 
     def _go_back(self, buffer: EmbeddedBuffer, recorder: Recorder, version: int, mode: RewindMode) -> None:
         """Bring everything in the run directory to `version`, and say what is not as a reader would expect."""
@@ -212,24 +263,8 @@ class LocalLauncher:
             "recipe": fixed_hash(self.recipe),
             DATA: self.inputs.data_hash,
             "weights of model.name": start["weights_sha256"],
-            **({"weights of reward.model": scorer.load(device_of(self.recipe))} if scorer is not None else {}),
+            **({"weights of reward.model": scorer.load(self.device)} if scorer is not None else {}),
         }
-
-    def _collect(self, loop: Coroutines, stream: PromptStream, episodes: GroupMaker, buffer: EmbeddedBuffer) -> None:
-        collector = Collector(buffer, stream, self.inputs.train, episodes, recipe=self.recipe, row=self.row)
-        loop.run(collector.run())
-        self._tell_slow()
-
-    def _evaluate(self, loop: Coroutines, episodes: Episodes) -> tuple[Mapping[str, float], Evaluation]:
-        evaluation = loop.run(run_evaluation(self.inputs.held_out, episodes, recipe=self.recipe))
-        self._tell_slow()
-        return evaluation_metrics(evaluation, self.inputs.rewards.full), evaluation
-
-    def _tell_slow(self) -> None:
-        reason = self._rollouts.slow_reason()
-        if reason is not None and not self._told_slow:
-            self._told_slow = True
-            log.warning("%s is sampled from slowly, one prompt after another: %s", self.recipe.model.name, reason)
 
     def _show_start(self, start: Mapping[str, Any], version: int) -> None:
         recipe = self.recipe
@@ -245,19 +280,17 @@ class LocalLauncher:
         self.view.preview(self.inputs.preview())
 
 
-def load_trained(recipe: Recipe, row: AlgorithmRow) -> PreTrainedModel:
+def load_trained(recipe: Recipe, row: AlgorithmRow, device: torch.device) -> PreTrainedModel:
     """What the row trains: the causal language model of the recipe, or a scorer made of it. Raises ModelError."""
     load = load_scorer if row.scorer else load_model
-    return load(recipe.model, seed=recipe.run.seed, device=device_of(recipe))
+    return load(recipe.model, seed=recipe.run.seed, device=device)
 
 
-def held_out_metrics(
-    learner: Learner, rows: Sequence[Mapping[str, Any]], recorded: Recorded
-) -> tuple[Mapping[str, float], Evaluation]:
+def held_out_metrics(learner: Learner, rows: Sequence[Mapping[str, Any]], recorded: Recorded) -> Mapping[str, float]:
     """The keys of an eval row for recorded answers: `eval/loss`, `eval/pairs/accuracy`, ..."""
     found = learner.measure([recorded.read(index, index, row) for index, row in enumerate(rows)])
     metrics = {f"eval/{key.removesuffix('/total')}": value for key, value in found.items()}
-    return {**metrics, "eval/rows": len(rows)}, Evaluation((), ())
+    return {**metrics, "eval/rows": len(rows)}
 
 
 def work_of(recipe: Recipe, row: AlgorithmRow) -> str:
@@ -275,9 +308,18 @@ def total_steps(recipe: Recipe, rows: int) -> int | None:
     return math.ceil(rows * recipe.data.epochs / recipe.algorithm.groups_per_step)
 
 
-def device_of(recipe: Recipe) -> torch.device:
-    """The device of `run.device`. Raises ConfigError where a GPU is asked for and there is none."""
-    found = torch.cuda.is_available()
+def device_of(recipe: Recipe, place: Place | None = None) -> torch.device:
+    """The device of `run.device`, for a rank its own. Raises ConfigError where there are not enough GPUs."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if recipe.run.device == "cuda" and not found:
         raise ConfigError("run.device = 'cuda', but this machine has no usable GPU: set it to 'auto' or 'cpu'")
-    return torch.device("cuda" if recipe.run.device != "cpu" and found else "cpu")
+    if recipe.run.device == "cpu" or not found:
+        return torch.device("cpu")
+    if place is None:
+        return torch.device("cuda")
+    if place.local_size > found:
+        raise ConfigError(
+            f"{place.local_size} ranks on this machine, but it has {found} usable GPUs: start fewer ranks here (NNODES spreads "
+            "them over machines), or set run.device to 'cpu'"
+        )
+    return torch.device("cuda", place.local)

@@ -10,10 +10,14 @@ from pathlib import Path
 
 
 @contextmanager
-def logs_to(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """While active, records of `miles` are appended to `path`, and those from WARNING up are also said."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = _File(path, encoding="utf-8")
+def logs_to(path: Path | None, say: Callable[[str], None]) -> Iterator[None]:
+    """While active, records of `miles` are appended to `path`, and those from WARNING up are also said.
+
+    `path` None: to standard error, which is the log of a rank that was started by another process.
+    """
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    file = logging.StreamHandler() if path is None else _File(path, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("miles")
     level, propagate = logger.level, logger.propagate

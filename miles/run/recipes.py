@@ -19,6 +19,7 @@ from miles.env.verifiers import LIBRARY
 from miles.errors import BadInput, ConfigError
 from miles.observe.sinks import missing_trackers
 from miles.run.inputs import read_data
+from miles.run.place import Machines
 
 SAMPLED = ("rollout.", "engine.", "reward.", "eval.samples", "eval.greedy")
 """Keys, or their beginnings, that say how answers are sampled and scored."""
@@ -71,13 +72,16 @@ def inspect(
     problems = loaded.problems + [placed(text, loaded.origins) for text in without(loaded.refused, objections)]
     if problems or row is None:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return _resolved(loaded, headers.facts, row, given)
+    return _resolved(loaded, headers.facts, row, given, env)
 
 
-def _resolved(loaded: Loaded, facts: Mapping[str, str], row: algo.AlgorithmRow, given: Collection[str]) -> Resolved:
+def _resolved(
+    loaded: Loaded, facts: Mapping[str, str], row: algo.AlgorithmRow, given: Collection[str], env: Mapping[str, str]
+) -> Resolved:
     recipe = loaded.recipe
     if recipe.run.threads is None:
-        threads = recipe.run.model_copy(update={"threads": _cores()})
+        share = max(1, _cores() // Machines.of(recipe, env).per_machine)
+        threads = recipe.run.model_copy(update={"threads": share})
         recipe = recipe.model_copy(update={"run": threads})
     chosen = [key for key, origin in loaded.origins.items() if not origin.startswith("row ")]
     warnings = rule_warnings(recipe, chosen, given) + algo.warnings(row, recipe)

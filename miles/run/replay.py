@@ -15,7 +15,7 @@ import torch
 from miles.algo import find
 from miles.buffer.ledger import LedgerReader
 from miles.buffer.rewinding import RewindMode
-from miles.errors import BufferClosed, RunDirError, TrainingAborted
+from miles.errors import BadInput, BufferClosed, RunDirError, TrainingAborted
 from miles.learn import checkpoint
 from miles.learn.export import check_target, save_trained
 from miles.learn.learner import Learner
@@ -24,6 +24,7 @@ from miles.loop import train
 from miles.observe.rows import METRICS_FILE, read_rows, step_rows
 from miles.run.export import tokenizer_of
 from miles.run.local import device_of, load_trained
+from miles.run.place import mesh, world_size
 from miles.run.resume import CHECKPOINTS
 from miles.run.rundir import stored_recipe
 from miles.types import FinishedGroup, Group, PolicyUpdate
@@ -35,13 +36,18 @@ MEASURED = ("time", "throughput/", "memory/")
 def replay_command(run_dir: Path, to: Path | None) -> int:
     """Replay every stored step of `run_dir`; write the model to `to` where given. 0: equal to the bit, 1: it differs."""
     recipe = stored_recipe(run_dir)
+    if world_size(recipe) > 1:
+        raise BadInput(
+            f"{run_dir} trained on {mesh(recipe)}, and a replay, which is compared to the bit, runs on one rank: sums over ranks "
+            "round otherwise. `miles train --resume` goes on from its checkpoints on any number of ranks."
+        )
     if to is not None:
         check_target(to)
     reader = LedgerReader(run_dir)
     try:
         identity = reader.identity()
         torch.set_num_threads(recipe.run.threads or 1)
-        model = load_trained(recipe, find(recipe.algorithm.name))
+        model = load_trained(recipe, find(recipe.algorithm.name), device_of(recipe))
         _check_start(run_dir, identity, describe(model)["weights_sha256"])
         learner = Learner(model, recipe, device=device_of(recipe), total_steps=_total_steps(recipe, identity))
         keeper = ReplayKeeper(learner, {row["step"]: row for row in step_rows(read_rows(run_dir / METRICS_FILE).rows)})

@@ -86,8 +86,8 @@ def restore_ledger(run_dir: Path) -> bool:
     return True
 
 
-def restore(path: Path, learner: Learner, identity: Mapping[str, Any]) -> int:
-    """Load a whole checkpoint of this run; its version. Raises CheckpointError."""
+def restore(path: Path, learner: Learner, identity: Mapping[str, Any], rank: int) -> int:
+    """Load a whole checkpoint of this run, on one rank; its version. Raises CheckpointError."""
     tensors, state, own = checkpoint.read(path)
     if foreign := [name for name in identity if state["run"].get(name) != identity[name]]:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def restore(path: Path, learner: Learner, identity: Mapping[str, Any]) -> int:
             f"{identity[foreign[0]]!r} here. Put the checkpoints of this run back, or start a new run in another directory."
         )
     learner.load_state(tensors, state["learner"])
-    take_up([each["random"] for each in own], rank=0)
+    take_up([each["random"] for each in own], rank)
     return learner.version
 
 

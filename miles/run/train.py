@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.config.load import COMMAND_LINE
-from miles.errors import BadInput, MilesError, TrainingAborted
+from miles.config.schema import Recipe
+from miles.errors import BadInput, ConfigError
 from miles.observe.live import LiveView
-from miles.observe.report import REPORT_FILE, write_report
+from miles.observe.report import REPORT_FILE
 from miles.observe.rows import METRICS_FILE, read_rows
-from miles.run.local import FAILED_OUTSIDE_OF_UPDATES, LocalLauncher
-from miles.run.logs import said
-from miles.run.prepare import RewardArgument, prepare
+from miles.run.place import LIFELINE, Place, check_place, mesh, world_size
 from miles.run.recipes import inspect
 from miles.run.rundir import check_run_dir, default_run_dir
+
+if TYPE_CHECKING:
+    from miles.run.prepare import RewardArgument
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ def train_command(recipes: Sequence[Path], overrides: Mapping[str, Any], run_dir
         raise BadInput("--resume needs --run DIR: the folder of the run that is to go on")
     started = time.perf_counter()
     run = start_run(recipes, overrides, run_dir, resume)
+    place = Place.of(os.environ)
+    if LIFELINE in os.environ or (place is not None and place.rank > 0):
+        return run.exit_code  # whoever started the ranks says the rest
     if run.exit_code == 0:
         print(f"done in {time.perf_counter() - started:.0f} s")
         print(f"model:  {_from_here(run.model_dir)}")
@@ -67,27 +72,37 @@ def start_run(
     """Resolve the recipe, check everything that can be checked without weights, train, and write the report."""
     here = Path.cwd()  # the user's own code may go elsewhere, as soon as it is imported
     resolved = inspect(recipes, overrides, env, given=_given(rows, reward), overrides_from=overrides_from)
-    recipe = resolved.recipe
+    recipe, place = resolved.recipe, Place.of(env)
     target = here / (run_dir or default_run_dir(recipes[0].stem if recipes else recipe.algorithm.name))
-    check_run_dir(target, recipe, resume)
-    view = LiveView(recipe.log.live)
-    for warning in resolved.warnings:
-        view.message(f"warning: {warning}")
-    with said(view.message):
-        inputs = prepare(recipe, resolved.row, rows=rows, reward=reward)
-    try:
-        code = LocalLauncher(recipe, resolved.row, inputs, target, resume, view).launch()
-    except (TrainingAborted, *FAILED_OUTSIDE_OF_UPDATES):
-        with contextlib.suppress(MilesError):  # of the two errors the first one counts
-            write_report(target)
-        raise
-    write_report(target)
-    return TrainedRun(target, code)
+    if place is not None:
+        check_place(place, recipe)
+    if place is None or place.rank == 0:
+        check_run_dir(target, recipe, resume)
+    view = LiveView(recipe.log.live) if place is None or place.rank == 0 else LiveView("off", io.StringIO())
+    if LIFELINE not in env:  # the ranks leave this to whoever started them
+        for warning in resolved.warnings:
+            view.message(f"warning: {warning}")
+    if place is None and world_size(recipe) > 1:
+        _check_sendable(recipe, rows, reward)
+        from miles.run.together import train_on_ranks
+
+        return TrainedRun(target, train_on_ranks(recipe, target, resume, view.message, env))
+    from miles.run.here import train_here
+
+    return TrainedRun(target, train_here(resolved, target, resume, view, place, rows, reward, env))
 
 
 def _from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _given(rows: object, reward: object) -> Collection[str]:
+def _check_sendable(recipe: Recipe, rows: object, reward: object) -> None:
+    if given := _given(rows, reward):
+        raise ConfigError(
+            f"{given[0]} is a Python object, and a run on {mesh(recipe)} starts processes of its own that do not have it: put "
+            "it into a file (data.source = 'rows.jsonl', reward.functions = 'file.py:function'), or train on one rank"
+        )
+
+
+def _given(rows: object, reward: object) -> list[str]:
     return [key for key, value in (("data.source", rows), ("reward.functions", reward)) if value is not None]

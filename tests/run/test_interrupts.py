@@ -109,3 +109,19 @@ def test_outside_of_the_main_thread_signals_are_left_alone():
     thread.start()
     thread.join()
     assert found == [before]
+
+
+def test_held_signals_wait_for_a_check_and_still_end_what_can_be_cancelled():
+    interrupts, done = Interrupts(held=True), []
+    with interrupts.active():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with interrupts.whole():
+            done.append("whole")
+        with pytest.raises(Interrupted):
+            interrupts.check()
+        interrupts.check()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted) as caught, interrupts.cancelling(lambda: done.append("cancelled")):
+            done.append("begun")
+    assert done == ["whole", "cancelled", "begun"]
+    assert caught.value.exit_code == 130
