@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,38 +100,48 @@ def load_model(section: Model, *, seed: int, device: str | torch.device = "cpu")
     return model.eval().to(device)
 
 
+def in_parts(section: Model) -> bool:
+    """Whether the model has files that ranks can read a part of; tiny random ones are made on the spot."""
+    return not section.name.startswith(tiny.PREFIX)
+
+
 def open_model(section: Model) -> tuple[PreTrainedModel, dict[str, Stored]]:
     """The model on the meta device, without memory, and where its weights stand: for ranks that read a part each.
 
     Raises ModelError as `load_model` does, and for weights that can only be read whole.
     """
-    if section.name.startswith(tiny.PREFIX):
+    if not in_parts(section):
         raise ModelError(f"model.name = {section.name!r} is made on the spot and has no files to read in parts.")
     source = locate(section)
     config = _read_config(section, source)
     with quiet(), _explained(section, "model"), torch.device("meta"):
         trust = section.trust_remote_code
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+    if (generation := load_generation_config(section)) is not None:
+        model.generation_config = generation
     weights = stored_weights(model, source.file, section.name)
     model.config._commit_hash = source.commit
     use_fast_products(model)
     return model.eval(), weights
 
 
-def weights_hash(model: torch.nn.Module) -> str:
+def weights_hash(model: torch.nn.Module, weights: Mapping[str, Stored] | None = None) -> str:
     """SHA-256 over names, types, shapes and bytes of all parameters and saved buffers, in the order of their names.
 
     A tensor with two names (a tied head) counts once, under the first. Equal models give equal hashes on every machine
-    of one byte order.
+    of one byte order. weights: of a model that has no memory (`open_model`); they are read one after the other.
     """
     digest = hashlib.sha256()
     seen: set[int] = set()
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+    named = model.state_dict(keep_vars=True)
+    stored = {id(named[name]): found for name, found in (weights or {}).items()}
+    for name, tensor in sorted(named.items()):
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        raw = tensor.detach().cpu().contiguous().reshape(-1)
+        values = stored[id(tensor)].full().to(tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
+        raw = values.contiguous().reshape(-1)
         if raw.numel():
             digest.update(raw.view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -159,8 +169,8 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def describe(model: PreTrainedModel) -> dict[str, Any]:
-    """What a run records about the model it starts from; JSON."""
+def describe(model: PreTrainedModel, weights: Mapping[str, Stored] | None = None) -> dict[str, Any]:
+    """What a run records about the model it starts from; JSON. weights: as in `weights_hash`."""
     parameters = list(model.parameters())  # tied ones once
     return {
         "architecture": type(model).__name__,
@@ -170,7 +180,7 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "tied": is_tied(model),
         "context": context_length(model.config),
-        "weights_sha256": weights_hash(model),
+        "weights_sha256": weights_hash(model, weights),
     }
 
 

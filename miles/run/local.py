@@ -35,8 +35,9 @@ from miles.learn.adapters import target_paths
 from miles.learn.channel import Channel
 from miles.learn.export import check_target
 from miles.learn.learner import Learner
-from miles.learn.load import describe, load_model
+from miles.learn.load import describe, in_parts, load_model, open_model
 from miles.learn.scorer import load_scorer, set_padding
+from miles.learn.shards import Stored
 from miles.learn.writer import Writer
 from miles.loop import train
 from miles.observe.live import LiveView
@@ -84,12 +85,12 @@ class LocalLauncher:
     def launch(self) -> int:
         resumed = self.crew.agree(self._check)
         torch.set_num_threads(self.recipe.run.threads or 1)
-        model = load_trained(self.recipe, self.row, self.device)
+        model, weights = self._model()
         if (answers := self.inputs.answers) is not None and self.row.scorer:
             set_padding(model, self.inputs.tokenizer, answers.last_tokens())
         if self.recipe.lora.rank is not None:
             target_paths(model, self.recipe.lora.targets)
-        start = describe(model)
+        start = describe(model, weights)
         identity = self._identity(start)
         check_alike(self.crew, {**packages(), **identity})
         if not self.resume:
@@ -99,7 +100,13 @@ class LocalLauncher:
             stack.enter_context(logs_to(self.log, self.view.message))
             stack.enter_context(self.view)
             stack.enter_context(interrupts.active())
-            return self._train(*stack.enter_context(self._parts(model, start, identity, resumed, interrupts)))
+            return self._train(*stack.enter_context(self._parts(model, weights, start, identity, resumed, interrupts)))
+
+    def _model(self) -> tuple[PreTrainedModel, Mapping[str, Stored] | None]:
+        """The model; on several ranks without memory, and where its weights stand, wherever they can be read in parts."""
+        if self.crew.size > 1 and in_parts(self.recipe.model) and not self.row.scorer:
+            return open_model(self.recipe.model)
+        return load_trained(self.recipe, self.row, self.device), None
 
     def _check(self) -> str:
         """What can be known before a model is loaded; the checkpoint that the run goes on from, where there is one."""
@@ -134,6 +141,7 @@ class LocalLauncher:
     def _parts(
         self,
         model: PreTrainedModel,
+        weights: Mapping[str, Stored] | None,
         start: Mapping[str, Any],
         identity: dict[str, Any],
         resumed: str,
@@ -141,7 +149,8 @@ class LocalLauncher:
     ) -> Iterator[tuple[Learner, LedSource, Publisher, LedKeeper]]:
         """What every rank has, and on rank 0 what only one may have, at the version that the run directory holds."""
         recipe, inputs, crew = self.recipe, self.inputs, self.crew
-        learner = Learner(model, recipe, device=self.device, total_steps=total_steps(recipe, len(inputs.train)))
+        total = total_steps(recipe, len(inputs.train))
+        learner = Learner(model, recipe, device=self.device, total_steps=total, weights=weights)
         saved = restore(Path(resumed), learner, identity, crew.channel.rank) if resumed else -1
         writer = Writer(self.run_dir / CHECKPOINTS, recipe.run.keep_checkpoints, Channel.open())
         with ExitStack() as stack:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from miles.config.schema import Model
 from miles.errors import ModelError
 from miles.learn.learner import Learner
-from miles.learn.load import load_model, open_model
+from miles.learn.load import describe, load_model, open_model
 from miles.learn.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 PPO = {
@@ -55,6 +55,7 @@ def both(groups, folder, keys):
     whole = Learner(load_model(section, seed=0), groups.recipe(**PPO, **keys))
     model, weights = open_model(section)
     assert all(p.is_meta for p in model.parameters())
+    assert describe(model, weights) == describe(load_model(section, seed=0))
     filled = Learner(model, groups.recipe(**PPO, **keys), weights=weights)
     return steps(groups, whole), steps(groups, filled), filled
 

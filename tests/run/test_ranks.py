@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 
 import pytest
+from safetensors.torch import load_file
 
 from miles.learn import checkpoint
+from miles.learn.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +63,23 @@ def close(one: dict, other: dict) -> bool:
         key: value if isinstance(value, str) else pytest.approx(value, rel=1e-5, abs=1e-5) for key, value in one.items()
     }
     return other == given
+
+
+@pytest.mark.parametrize("weights", [{}, {"lora.rank": 4, "learner.learning_rate": 1e-2}])
+def test_a_model_with_files_is_read_in_parts_and_trains_as_on_one_rank(world, tools, tmp_path, weights):
+    runs, train = world
+    folder = tmp_path / "model"
+    tiny_model("llama", tied=False, seed=4).save_pretrained(folder, max_shard_size="60KB")
+    tiny_tokenizer().save_pretrained(folder)
+    changes = {"model.name": str(folder), "algorithm.steps": 2, **weights}
+    name = f"parts-{len(weights)}"
+    for ranks in (1, 2):
+        assert train(f"{name}-{ranks}", {**changes, "parallel.shard": ranks}).code == 0
+    pairs = zip(tools.rows(runs[f"{name}-1"]), tools.rows(runs[f"{name}-2"]), strict=True)
+    assert all(close(one, other) for one, other in pairs)
+    files = [load_file(next((runs[f"{name}-{ranks}"] / "final").glob("*model.safetensors"))) for ranks in (1, 2)]
+    assert files[0].keys() == files[1].keys()
+    assert all((tensor - files[1][key]).abs().max() < 1e-5 for key, tensor in files[0].items())
 
 
 def test_two_ranks_train_as_one_does_and_leave_one_model(world, tools):
