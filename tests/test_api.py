@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import miles
@@ -188,3 +189,11 @@ def test_importing_miles_loads_nothing_heavy() -> None:
 
     code = "import miles, sys; assert not {'torch', 'transformers'} & sys.modules.keys()"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_texts_of_array_libraries_are_prompts_too(tmp_path):
+    rows = [{"prompt": np.str_(f"{i} ="), "answer": i} for i in range(10)]
+    assert train(tmp_path / "a", data=rows, steps=1).exit_code == 0
+    assert train(tmp_path / "b", steps=1).exit_code == 0
+    shown = [(tmp_path / name / "run" / "samples.jsonl").read_bytes() for name in "ab"]
+    assert shown[0] == shown[1]

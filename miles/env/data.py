@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 from miles.config import schema
 from miles.config.names import DATA_SUFFIXES, is_hub_id, is_text, stands
 from miles.env.recorded import exchanges
-from miles.errors import DataError, in_words
+from miles.errors import DataError, in_short, in_words
 
 if TYPE_CHECKING:
     from miles.env.tasks import Task
@@ -59,8 +59,15 @@ class Dataset(Sequence[Mapping[str, Any]]):
     def content_hash(self) -> str:
         """SHA-256 of all rows in order: two runs with the same hash saw the same data."""
         digest = hashlib.sha256()
-        for row in self.rows:
-            digest.update(canonical(row).encode(errors="surrogatepass") + b"\n")
+        for index, row in enumerate(self.rows):
+            try:
+                text = canonical(row)
+            except (ValueError, RecursionError, TypeError) as error:
+                raise DataError(
+                    f"row {index} of {self.source} (counted from 0) cannot be written down: {in_words(error)}; give it plain"
+                    " lists and dicts with text as keys"
+                ) from error
+            digest.update(text.encode(errors="surrogatepass") + b"\n")
         return digest.hexdigest()
 
 
@@ -152,6 +159,10 @@ def _from_python(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
         if not isinstance(row, Mapping):
             raise DataError(
                 f"row {index} of the rows given from Python is a {type(row).__name__}, not a dict with a prompt: {row!r:.80}"
+            )
+        if odd := [name for name in row if not isinstance(name, str)]:
+            raise DataError(
+                f"row {index} of the rows given from Python has the column {in_short(odd[0])}: name it by a text"
             )
         yield dict(row)
 

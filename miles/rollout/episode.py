@@ -48,7 +48,7 @@ class Episodes:
             ordinal=ordinal,
             row=index,
             samples=tuple(sampled),
-            prompt_text=self.prompt_text(row),
+            prompt_text=str(self.prompt_text(row)),  # it may be of another library's kind of text
             baseline_reward=baseline[0].reward if baseline else None,
         )
 

@@ -34,8 +34,8 @@ def default_run_dir(recipe_name: str) -> Path:
 
 def check_run_dir(run_dir: Path, recipe: Recipe, resume: bool) -> None:
     """The directory is free, or holds the run that is to be resumed. Raises RunDirError; writes nothing."""
-    if not is_text(str(run_dir)):
-        raise RunDirError(f"--run {str(run_dir)!a} is not a name in UTF-8, which models are saved under: name another")
+    if not is_text(str(run_dir)) or "\0" in str(run_dir):
+        raise RunDirError(f"--run {str(run_dir)!a} is not a name in UTF-8 that a folder can have: name another")
     try:
         _check_run_dir(run_dir, recipe, resume)
     except OSError as error:  # a name that is too long, a folder that may not be looked into

@@ -225,3 +225,15 @@ def test_an_iterable_that_raises_midway_is_named_with_its_row():
         load_rows(Data(), rows=rows())
     with pytest.raises(DataError, match=r"ended at row 0 .* not iterable"):
         load_rows(Data(), rows=5)
+
+
+def test_a_column_without_a_text_as_name_is_refused():
+    with pytest.raises(DataError, match="row 1 of the rows given from Python has the column 5: name it by a text"):
+        load_rows(Data(), rows=[{"prompt": "a"}, {"prompt": "a", 5: 1}])
+
+
+def test_a_row_without_an_end_is_named():
+    row: dict = {"prompt": "a"}
+    row["self"] = row
+    with pytest.raises(DataError, match=r"row 0 of .* cannot be written down: ValueError: Circular reference"):
+        _ = load_rows(Data(), rows=[row]).content_hash
