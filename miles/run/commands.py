@@ -19,6 +19,20 @@ def check(recipes: Sequence[Path], overrides: Mapping[str, Any]) -> int:
     return check_command(recipes, overrides)
 
 
+def plan(
+    recipes: Sequence[Path],
+    overrides: Mapping[str, Any],
+    gpus: int,
+    gpu_memory: float,
+    machine: Mapping[str, float],
+    as_json: bool,
+) -> int:
+    from miles.plan.speed import Machine
+    from miles.run.plan import plan_command
+
+    return plan_command(recipes, overrides, gpus, gpu_memory, Machine(**machine), as_text=not as_json)
+
+
 def watch(run_dir: Path) -> int:
     from miles.observe.watch import watch as watch_run
 

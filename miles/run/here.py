@@ -14,6 +14,7 @@ from miles.run.join import crew_of
 from miles.run.local import FAILED_OUTSIDE_OF_UPDATES, LocalLauncher, device_of
 from miles.run.logs import said
 from miles.run.place import LIFELINE, Place
+from miles.run.plan import check_device
 from miles.run.prepare import RewardArgument, prepare
 from miles.run.recipes import Resolved
 
@@ -33,6 +34,8 @@ def train_here(
     device = device_of(recipe, place)
     with said(view.message):
         inputs = prepare(recipe, resolved.row, rows=rows, reward=reward)
+    if place is None or place.rank == 0:
+        check_device(recipe, device)  # before ranks meet: a simulation is a process group of its own
     log = run_dir / "logs" / f"{'main' if place is None else place.name}.log"
     with crew_of(place, device, environ) as crew:
         launcher = LocalLauncher(
