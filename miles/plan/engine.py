@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from miles.algo import find
 from miles.plan.shape import Lengths
 
 if TYPE_CHECKING:
@@ -32,9 +33,14 @@ class EngineMemory:
         return EngineMemory(self.weights, part * self.cache, part * self.logits)
 
 
+def samples_here(recipe: Recipe) -> bool:
+    """Whether completions are sampled in the learner's own processes: not by servers, nor read as recorded answers."""
+    return recipe.engine.kind == "inprocess" and find(recipe.algorithm.name).data == "prompts"
+
+
 def engine_memory(recipe: Recipe, config: PreTrainedConfig, parameters: int, width: int, ranks: int) -> EngineMemory:
     """parameters: of the model; width: bytes of one number of the weights that sample, and of keys and values."""
-    if recipe.engine.kind != "inprocess":
+    if not samples_here(recipe):
         return EngineMemory(0.0, 0.0, 0.0)
     samples = recipe.algorithm.groups_per_step * recipe.rollout.group_size
     running = min(recipe.engine.max_batch, -(-samples // ranks))

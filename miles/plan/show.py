@@ -153,7 +153,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
             f"most {plan.share} tokens in an update."
         )
     speed = plan.speed
-    collect = "unknown (an engine of its own)" if speed.collect is None else f"{speed.collect:.0f} s"
+    collect = "not here" if speed.collect is None else f"{speed.collect:.0f} s"
     yield (
         f"A step, estimated: {speed.step:.0f} s for {speed.sampled} sampled tokens = {speed.tokens_per_s:.0f} tokens/s; "
         f"score {speed.score:.0f} s, update {speed.update:.0f} s, waiting for links {speed.exchange:.0f} s, collect {collect}."

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles.plan.analytic import Counts
+from miles.plan.engine import samples_here
 from miles.plan.shape import Lengths
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Speed:
     exchange: (
         float  # part of score and update in which ranks wait for weights or gradients, beyond what computing hides
     )
-    collect: float | None  # None: the engine has machines of its own, which this does not know
+    collect: float | None  # None: nothing is sampled here
 
     @property
     def step(self) -> float:
@@ -89,7 +90,7 @@ def attention_operations(config: PreTrainedConfig, lengths: Lengths) -> float:
 
 def _collect(recipe: Recipe, counts: Counts, ranks: int, machine: Machine) -> float | None:
     """Every sampled token reads all weights once for the samples that run together; the cache is not counted."""
-    if recipe.engine.kind != "inprocess":
+    if not samples_here(recipe):
         return None
     width = 2 if recipe.lora.rank is not None and recipe.learner.param_dtype == "bf16" else 4
     samples = -(-recipe.algorithm.groups_per_step * recipe.rollout.group_size // ranks)
