@@ -10,6 +10,7 @@ from typing import Any
 from miles.algo import AlgorithmRow
 from miles.config.schema import Recipe
 from miles.config.toml import dump_toml
+from miles.run.place import world_size
 from miles.run.recipes import Resolved, inspect
 
 GPU_FILES = "nvidia[0-9]*"
@@ -39,16 +40,18 @@ def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
     servers = _servers(recipe)
     started = 0 if recipe.engine.urls else len(servers)
     count = f"{len(servers)} vLLM server{'s' * (len(servers) > 1)}" if servers else "no server"
-    yield f"World map: {1 + started} process{'es' * (started > 0)}, {count}"
+    ranks = world_size(recipe)
+    all_ranks, first = ("main", "main") if ranks == 1 else (f"ranks 0-{ranks - 1}", "rank 0")
+    yield f"World map: {ranks + started} process{'es' * (ranks + started > 1)}, {count}"
     yield f"  {'role':<12}{'process':<12}{'device':<12}what"
     for role in roles:
-        yield f"  {role:<12}{'main':<12}{device:<12}{_what(role, resolved)}"
+        yield f"  {role:<12}{all_ranks:<12}{device:<12}{_what(role, resolved)}"
     if not servers and not resolved.row.recorded:
-        yield f"  {'engine':<12}{'main':<12}{device:<12}{recipe.engine.kind}, with the learner's own weights"
+        yield f"  {'engine':<12}{all_ranks:<12}{device:<12}{recipe.engine.kind}, with the learner's own weights"
     for name, place in servers:
         yield f"  {'engine':<12}{name:<12}{place or device:<12}vllm, with a copy of the weights, renewed at each version"
-    yield f"  {'collector':<12}{'main':<12}{'cpu':<12}{_source(resolved)}"
-    yield f"  {'buffer':<12}{'main':<12}{'disk':<12}ledger.sqlite in the run directory"
+    yield f"  {'collector':<12}{first if servers else all_ranks:<12}{'cpu':<12}{_source(resolved)}"
+    yield f"  {'buffer':<12}{first:<12}{'disk':<12}ledger.sqlite in the run directory"
     yield ""
     yield from _work(recipe, resolved.row)
 
