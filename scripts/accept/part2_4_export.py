@@ -19,13 +19,13 @@ from miles.learn.load import load_model, load_tokenizer
 from miles.learn.spmd import Ranks
 from miles.run.rundir import stored_recipe
 
-IDS = torch.randint(0, 60, (4, 24), generator=torch.Generator().manual_seed(0))
 TRAIN = [*MILES, "train", str(TINY), "--algorithm.steps", "3", "--parallel.shard", "2", "--learner.compile", "true"]
 
 
 @torch.no_grad()
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    return model(input_ids=IDS, use_cache=False).logits.float()
+    ids = torch.randint(0, model.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(0))
+    return model(input_ids=ids, use_cache=False).logits.float()
 
 
 def learner_of(run_dir: Path) -> torch.nn.Module:
