@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 
 from miles.__main__ import main
 
 job = globals()["job"]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background are started with it ignored
 log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 os.dup2(log, 1)
 os.dup2(log, 2)
