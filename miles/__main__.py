@@ -26,12 +26,15 @@ OVERRIDES = (
 )
 
 
+BUFFER_OPTIONS = ("folder", "listen", "token_file", "tls_cert", "tls_key", "insecure", "ledger", "payloads")
+
 Command = Callable[[argparse.Namespace, dict[str, Any]], int]
 
 COMMANDS: Mapping[str, Command] = {
     "train": lambda o, overrides: commands.train(o.recipes, overrides, o.run, o.resume),
     "check": lambda o, overrides: commands.check(o.recipes, overrides),
     "plan": lambda o, overrides: commands.plan(o.recipes, overrides, o.gpus, o.gpu_memory, _machine(o), o.json),
+    "buffer": lambda o, _: commands.buffer({name: getattr(o, name) for name in BUFFER_OPTIONS}),
     "watch": lambda o, _: commands.watch(o.run),
     "report": lambda o, _: commands.report(o.run),
     "export": lambda o, _: commands.export(o.run, o.to, o.merge),
@@ -185,6 +188,15 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     _add_recipes(plan)
     _add_gpus(plan)
 
+    _add_buffer(
+        command(
+            "buffer",
+            "serve the experience buffer to collectors and learners of any machine",
+            "Listens on this machine's loopback unless told otherwise, and prints how to join. Another address needs a token "
+            "(MILES_BUFFER_TOKEN or --token-file), and TLS or --insecure.",
+        )
+    )
+
     watch = command("watch", "live view of a run in the terminal, also of a finished or dead one")
     _add_run(watch)
     report = command("report", "write RUN/report.html: curves, samples and timings in one file")
@@ -250,6 +262,28 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
     read.__name__ = kind.__name__
     return read
+
+
+def _add_buffer(parser: Parser) -> None:
+    parser.add_argument(
+        "--dir", dest="folder", type=_folder, required=True, metavar="DIR", help="folder of the runs' ledgers"
+    )
+    parser.add_argument(
+        "--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="default: 127.0.0.1:7070; port 0: any"
+    )
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="tokens that open the service, one a line")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM)")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="key of the certificate (PEM)")
+    parser.add_argument("--insecure", action="store_true", help="another address than loopback without TLS")
+    parser.add_argument(
+        "--ledger",
+        default="sqlite",
+        metavar="URL",
+        help="sqlite (default), or postgresql://... for several buffers at once",
+    )
+    parser.add_argument(
+        "--payloads", default="local", metavar="URL", help="local (default), or s3://bucket/prefix for large groups"
+    )
 
 
 def _add_run(parser: Parser) -> None:

@@ -89,6 +89,10 @@ class LearnerFenced(ExperienceError):
     """Another learner has taken the run over; this one must end without writing anything more."""
 
 
+class LedgerLost(ExperienceError):
+    """The ledger is gone, or not there yet; a checkpoint's snapshot makes it again."""
+
+
 class DiskFull(ExperienceError):
     """There is no room for what was to be stored. Nothing acknowledged is lost, and it may be tried again."""
 

@@ -27,6 +27,9 @@ class Where:
     segment_bytes: int = 256 << 20
 
 
+ON_THIS_MACHINE = Where()
+
+
 @dataclass
 class Backend:
     """An open database and an open place for payloads."""
@@ -51,7 +54,7 @@ def open_backend(folder: Path, where: Where) -> Backend:
     try:
         payloads = _payloads(folder, where)
         path = folder / LEDGER_NAME
-        return Backend(SqliteDatabase(_opened(_connect, path), str(path)), payloads, lock)
+        return Backend(SqliteDatabase(_opened(_connect, path), path), payloads, lock)
     except BaseException:
         lock.release()
         raise
@@ -62,7 +65,7 @@ def open_readonly(folder: Path, where: Where) -> Backend:
     path = folder / LEDGER_NAME
     if where.ledger != SQLITE:
         return Backend(_postgres(where.ledger), _payloads(folder, where))
-    return Backend(SqliteDatabase(_opened(connect_readonly, path), str(path)), _payloads(folder, where))
+    return Backend(SqliteDatabase(_opened(connect_readonly, path), path), _payloads(folder, where))
 
 
 def _postgres(url: str) -> Database:

@@ -5,9 +5,13 @@ Statements are written once, in the SQL that both understand, with `?` for value
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
+
+from miles.errors import LedgerLost
 
 
 class Row(Protocol):
@@ -60,9 +64,11 @@ class SqliteDatabase:
     errors = (sqlite3.Error,)
     shared = False
 
-    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
-        self.name = name
+        self._path = path
+        self._file = _file_of(path)
+        self.name = str(path)
 
     def query(self, statement: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         return self._connection.execute(statement, values).fetchall()
@@ -74,6 +80,11 @@ class SqliteDatabase:
         self._connection.executemany(statement, rows)
 
     def begin(self, run: str | None) -> None:
+        # A deleted file still takes writes, and what it takes is lost.
+        if _file_of(self._path) != self._file:
+            raise LedgerLost(
+                f"the ledger {self.name} was deleted or replaced while it was in use: restore it from a checkpoint"
+            )
         self._connection.execute("BEGIN" if run is None else "BEGIN IMMEDIATE")
 
     def commit(self) -> None:
@@ -89,3 +100,12 @@ class SqliteDatabase:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def _file_of(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another one of the same name; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -24,7 +24,7 @@ from miles.buffer.stream import PromptStream
 from miles.errors import DiskFull, ExperienceError, GroupRefused, LeaseLost
 from miles.types import Lease
 
-NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 REPEATED = "repeated_prompt"
 LEASE = "ordinal, lease_id, lease_expires, min_version"
 FEWEST_REFUSED = 20
@@ -100,6 +100,15 @@ class Leases:
         state = self.store.state()
         return state.refused >= FEWEST_REFUSED and state.refused > self.settings.max_refused * (
             state.refused + state.stored
+        )
+
+    def is_over(self) -> bool:
+        """True when no lease will be given any more, unless the learner rewinds."""
+        state = self.store.state()
+        if state.ended is not None or self.is_poisoned():
+            return True
+        return state.next_ordinal == self.stream.length and not any(
+            row["state"] in ("pending", "leased") for row in self.open_prompts()
         )
 
     def _closed(self) -> bool:

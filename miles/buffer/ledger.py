@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from miles.buffer import reading, snapshot
-from miles.buffer.backend import Backend, Where, open_backend, open_readonly
+from miles.buffer.backend import ON_THIS_MACHINE, Backend, Where, open_backend, open_readonly
 from miles.buffer.callers import Call
 from miles.buffer.leases import Leases, checked_name
 from miles.buffer.manifests import Manifests
@@ -25,7 +25,7 @@ from miles.buffer.rewinding import Rewinding, RewindMode
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.store import Store
 from miles.buffer.stream import PromptStream
-from miles.buffer.wire import digest_of, encode_group
+from miles.buffer.wire import Frame, digest_of, encode_group
 from miles.errors import ExperienceError, GroupRefused, RunDirError
 from miles.types import FinishedGroup, Group, Lease
 
@@ -37,7 +37,7 @@ _setup_decoder = msgspec.json.Decoder(tuple[LedgerSettings, dict[str, Any]])
 class LedgerReader:
     """Reads a ledger, also one that another process is writing, or that of a dead run."""
 
-    def __init__(self, run_dir: Path, run: str = DEFAULT_RUN, where: Where = Where()) -> None:  # noqa: B008
+    def __init__(self, run_dir: Path, run: str = DEFAULT_RUN, where: Where = ON_THIS_MACHINE) -> None:
         """Raises RunDirError where the directory holds no ledger, or none of this run; ExperienceError where it is damaged."""
         self._backend = open_readonly(Path(run_dir), where)
         self._store = Store(self._backend.db, self._backend.payloads, run)
@@ -54,6 +54,21 @@ class LedgerReader:
         """What makes this run this run, as the ledger was opened with; see `Ledger`."""
         with self._store.reading():
             return msgspec.json.decode(self._store.value("SELECT identity FROM run WHERE id = ?"))
+
+    def facts(self) -> dict[str, Any]:
+        """What was to be remembered when the ledger was made."""
+        with self._store.reading():
+            return msgspec.json.decode(self._store.value("SELECT facts FROM run WHERE id = ?"))
+
+    def frame(self, ordinal: int) -> Frame:
+        """The stored bytes of a group and their hash, as they are. Raises ExperienceError."""
+        with self._store.reading():
+            return self._store.payload(ordinal)
+
+    def entries(self, version: int) -> list[tuple[int, str]]:
+        """(ordinal, SHA-256 of the group) of a manifest, in its order; empty where it does not exist yet."""
+        with self._store.reading():
+            return [(row["ordinal"], row["hash"]) for row in reading.entries(self._store, version)]
 
     def short(self, version: int) -> str | None:
         """Why the manifest of `version` holds fewer groups than a step asks for; None where it is full, or not made yet."""
@@ -129,10 +144,13 @@ class Ledger(LedgerReader):
         *,
         resume: bool = False,
         run: str = DEFAULT_RUN,
-        where: Where = Where(),  # noqa: B008
+        where: Where = ON_THIS_MACHINE,
+        facts: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the ledger of `run_dir`, or make it.
+
+        `facts`: plain values to remember where this call makes it.
 
         `identity` says what makes this run this run (hashes of the resolved recipe, of the data; plain JSON values); the
         numbers of the stream and of the manifests are added to it. `clock` gives seconds since the epoch.
@@ -143,7 +161,7 @@ class Ledger(LedgerReader):
         checked_name(run, "the run's name")
         self._open(open_backend(Path(run_dir), where), run, settings, stream, clock)
         try:
-            self._claim(_identity(settings, stream, identity), resume, Path(run_dir))
+            self._claim(_identity(settings, stream, identity), resume, Path(run_dir), facts or {})
         except BaseException:
             self.close()
             raise
@@ -177,10 +195,10 @@ class Ledger(LedgerReader):
         self._manifests = Manifests(self._leases, clock)
         self._rewinding = Rewinding(self._leases, clock)
 
-    def _claim(self, identity: dict[str, Any], resume: bool, folder: Path) -> None:
+    def _claim(self, identity: dict[str, Any], resume: bool, folder: Path, facts: Mapping[str, Any]) -> None:
         """Write the run's row, or compare with the one that is there."""
         text = msgspec.json.encode(identity, order="deterministic").decode()
-        there = self._store.write(lambda: self._claimed(text))
+        there = self._store.write(lambda: self._claimed(text, msgspec.json.encode(facts).decode()))
         if there is None:
             return
         if not resume:
@@ -195,16 +213,16 @@ class Ledger(LedgerReader):
             )
         self._store.write(lambda: self._store.set(setup=self._setup()))
 
-    def _claimed(self, identity: str) -> str | None:
+    def _claimed(self, identity: str, facts: str) -> str | None:
         """The identity of the run that is there, or None where this one has been written now."""
         row = self._store.one("SELECT identity FROM run WHERE id = ?")
         if row is not None:
             return row["identity"]
         config_hash = hashlib.sha256(identity.encode()).hexdigest()
         self._store.db.execute(
-            "INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, 0, NULL, 0, 0, NULL, ?)",
+            "INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, 0, NULL, 0, 0, NULL, ?)",
             (
-                self._store.run, config_hash, identity, self._setup(), self.settings.max_staleness,
+                self._store.run, config_hash, identity, self._setup(), facts, self.settings.max_staleness,
                 self.settings.groups_per_step, self._clock(),
             ),
         )  # fmt: skip
@@ -258,6 +276,23 @@ class Ledger(LedgerReader):
                 self.quarantine(lease, refused, record.payload or b"", record.digest)
             raise
 
+    def put_stored(self, lease: Lease, record: Record) -> bool:
+        """As `put_record`, of a group whose bytes its collector has put into the object store. Raises GroupRefused too
+        where they are not there in the length that is said."""
+        name = f"{self._store.run}/{record.ordinal}-{record.digest}"
+        size = self._store.payloads.size_of(name)
+        if record.payload is not None or record.object is None or size != record.length:
+            raise GroupRefused(
+                f"ordinal {record.ordinal}: the object store holds {size} bytes as {name}, the record says {record.length}",
+                "object",
+            )
+        return self.put_record(lease, replace(record, object=self._store.payloads.place_of(name)))
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes may write this run."""
+        return self._store.db.shared
+
     def quarantine(self, lease: Lease, refused: GroupRefused, content: bytes, digest: str | None = None) -> None:
         """Note that a holder of a lease brought something that cannot be trained on."""
         digest = digest_of(content) if digest is None else digest
@@ -279,6 +314,11 @@ class Ledger(LedgerReader):
     def release_all(self) -> int:
         """Give back every lease, where it is known that nobody holds one any more; the number of them."""
         return self._store.write(self._leases.release_all)
+
+    def is_over(self) -> bool:
+        """True when no lease will be given any more, unless the learner rewinds."""
+        with self._store.reading():
+            return self._leases.is_over()
 
     # --- learner: `session` names it where several may call; None is the process that has the ledger open ---
 
@@ -346,7 +386,7 @@ class Ledger(LedgerReader):
         self._store.write(work)
 
 
-def restore(run_dir: Path, source: Path | bytes, run: str = DEFAULT_RUN, where: Where = Where()) -> None:  # noqa: B008
+def restore(run_dir: Path, source: Path | bytes, run: str = DEFAULT_RUN, where: Where = ON_THIS_MACHINE) -> None:
     """Make a lost ledger again from the snapshot of a checkpoint, which the learner then rewinds to with "resample".
 
     Raises RunDirError where there is a run already, ExperienceError where the snapshot was altered.

@@ -31,6 +31,14 @@ class Payloads(Protocol):
         """The bytes of a payload. Raises ExperienceError where they are lost."""
         ...
 
+    def size_of(self, name: str) -> int | None:
+        """Bytes of the object that a collector has stored under this name itself; None where there is none."""
+        ...
+
+    def place_of(self, name: str) -> str:
+        """The object that a collector stores under this name."""
+        ...
+
     def delete(self, objects: Collection[str], first_segment: int | None) -> None:
         """Delete objects, and all segment files below `first_segment` (None: all that are not being written)."""
         ...

@@ -14,7 +14,7 @@ APPLICATION_ID = 0x4D694C65
 
 TABLES = (
     """CREATE TABLE run (
-  id TEXT PRIMARY KEY, config_hash TEXT NOT NULL, identity TEXT NOT NULL, setup TEXT NOT NULL,
+  id TEXT PRIMARY KEY, config_hash TEXT NOT NULL, identity TEXT NOT NULL, setup TEXT NOT NULL, facts TEXT NOT NULL,
   max_stale BIGINT NOT NULL, groups_per_step BIGINT NOT NULL,
   next_ordinal BIGINT NOT NULL, next_step BIGINT NOT NULL, committed_step BIGINT NOT NULL,
   weight_version BIGINT NOT NULL, epoch BIGINT NOT NULL, kept_from BIGINT NOT NULL, learner TEXT,

@@ -22,7 +22,7 @@ FORMAT = 1
 PAGE = 2000
 MOST_PAGE_BYTES = 256 << 20
 COLUMNS = {
-    "run": "id config_hash identity setup max_stale groups_per_step next_ordinal next_step committed_step weight_version "
+    "run": "id config_hash identity setup facts max_stale groups_per_step next_ordinal next_step committed_step weight_version "
     "epoch kept_from learner stored refused ended created",
     "prompt": "run ordinal row state attempts step",
     "manifest": "run epoch step pos ordinal version_min hash",

@@ -33,6 +33,14 @@ def plan(
     return plan_command(recipes, overrides, gpus, gpu_memory, Machine(**machine), as_text=not as_json)
 
 
+def buffer(options: dict[str, Any]) -> int:
+    from miles.buffer.backend import Where
+    from miles.buffer.serve import Options, serve
+
+    where = Where(ledger=options.pop("ledger"), payloads=options.pop("payloads"))
+    return serve(Options(where=where, **options))
+
+
 def watch(run_dir: Path) -> int:
     from miles.observe.watch import watch as watch_run
 
