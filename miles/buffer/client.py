@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 import msgspec
@@ -188,6 +188,12 @@ class RemoteSource:
 
     def close(self) -> None:
         self._caller.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _answered(self, method: str, path: str, kind: type[T], **request: Any) -> T:
         return _answer(self._caller.call(method, path, **request), kind)

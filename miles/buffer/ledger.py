@@ -183,17 +183,30 @@ class Ledger(LedgerReader):
             raise
         return self
 
+    def rejoin(self, settings: LedgerSettings, stream: PromptStream, identity: Mapping[str, Any], folder: Path) -> None:
+        """Go on with new settings, while others use the ledger. Raises RunDirError where that would be another run."""
+        before = self.settings, self.stream
+        self._work_by(settings, stream)
+        try:
+            self._claim(_identity(settings, stream, identity), True, folder, {})
+        except BaseException:
+            self._work_by(*before)
+            raise
+
     def _open(
         self, backend: Backend, run: str, settings: LedgerSettings, stream: PromptStream, clock: Callable[[], float]
     ) -> None:
         self._backend = backend
         self._store = Store(backend.db, backend.payloads, run)
+        self._clock = clock
+        self._work_by(settings, stream)
+
+    def _work_by(self, settings: LedgerSettings, stream: PromptStream) -> None:
         self.settings = settings
         self.stream = stream
-        self._clock = clock
-        self._leases = Leases(self._store, settings, stream, clock)
-        self._manifests = Manifests(self._leases, clock)
-        self._rewinding = Rewinding(self._leases, clock)
+        self._leases = Leases(self._store, settings, stream, self._clock)
+        self._manifests = Manifests(self._leases, self._clock)
+        self._rewinding = Rewinding(self._leases, self._clock)
 
     def _claim(self, identity: dict[str, Any], resume: bool, folder: Path, facts: Mapping[str, Any]) -> None:
         """Write the run's row, or compare with the one that is there."""
@@ -384,6 +397,15 @@ class Ledger(LedgerReader):
             self._rewinding.end(reason)
 
         self._store.write(work)
+
+
+def has_run(run_dir: Path, run: str, where: Where) -> bool:
+    """Whether there is a ledger with this run."""
+    try:
+        LedgerReader(run_dir, run, where).close()
+    except RunDirError:
+        return False
+    return True
 
 
 def restore(run_dir: Path, source: Path | bytes, run: str = DEFAULT_RUN, where: Where = ON_THIS_MACHINE) -> None:

@@ -7,6 +7,7 @@ import secrets
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from miles.buffer.api import Registration
 from miles.buffer.backend import SQLITE, Where
@@ -14,7 +15,7 @@ from miles.buffer.leases import checked_name
 from miles.buffer.ledger import Ledger, restore
 from miles.buffer.schema import LEDGER_NAME
 from miles.buffer.stream import PromptStream
-from miles.errors import BadInput, ConfigError, ExperienceError, LedgerLost, RunDirError
+from miles.errors import BadInput, ExperienceError, LedgerLost, RunDirError
 
 MOST_RUNS = 1000
 
@@ -92,27 +93,29 @@ class Runs:
         """The run, and whether this registration made it. Raises RunDirError where there is another one of this name."""
         checked_name(name, "the run's name")
         checked_name(registration.key, "the key")
-        stream = _stream(registration)
+        stream, made_by = _stream(registration), {"registered": registration.key}
         with self._lock:
-            if name in self._open:
-                self._open.pop(name).ledger.close()
             folder = self._new_folder(name)
-            made_by = {"registered": registration.key}
-            try:
-                ledger = Ledger(
-                    folder, registration.settings, stream, registration.identity, resume=True, run=name,
-                    where=self._where, facts=made_by,
-                )  # fmt: skip
-            except ConfigError as error:
-                raise ExperienceError(f"the run cannot be made: {error}") from error
-            created = ledger.facts() == made_by
-            if not created and not registration.resume:
-                ledger.close()
-                raise RunDirError(
-                    f"the buffer holds a run named {name!r} already: go on with --resume, or choose another buffer.run"
-                )
-            self._open[name] = Run(name, ledger)
-            return self._open[name], created
+            run = self._open.get(name)
+            if run is None:
+                run = Run(name, self._made(name, folder, registration, stream, made_by))
+            else:
+                run.ledger.rejoin(registration.settings, stream, registration.identity, folder)
+            created = run.ledger.facts() == made_by
+            self._open[name] = run
+        if not created and not registration.resume:
+            raise RunDirError(
+                f"the buffer holds a run named {name!r} already: go on with --resume, or choose another buffer.run"
+            )
+        return run, created
+
+    def _made(
+        self, name: str, folder: Path, registration: Registration, stream: PromptStream, made_by: dict[str, Any]
+    ) -> Ledger:
+        return Ledger(
+            folder, registration.settings, stream, registration.identity, resume=True, run=name, where=self._where,
+            facts=made_by,
+        )  # fmt: skip
 
     def restore(self, name: str, snapshot: Path) -> None:
         """Make a lost run again. Raises RunDirError where it is there, ExperienceError where the snapshot is damaged."""

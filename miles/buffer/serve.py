@@ -113,18 +113,19 @@ def serve(options: Options, environment: Mapping[str, str] = os.environ, say: Ca
         refuse_network_file_system(options.folder)
     for left in options.folder.glob(".incoming-*"):
         left.unlink()
-    with _listening(host, port) as listener:
+    with listening(host, port) as listener:
         return asyncio.run(_serve(options, tokens, listener, say))
 
 
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def listening(host: str, port: int) -> Iterator[socket.socket]:
     """The socket, which is bound before anything is promised. Raises BadInput."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(MOST_CONNECTIONS)  # who comes before the service has begun waits
     except OSError as error:
         raise BadInput(f"--listen {host}:{port} cannot be used: {error}; choose another port or address") from error
     with listener:
@@ -139,7 +140,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(options: Options, tokens: Sequence[str], listener: socket.socket, say: Callable[[str], object]) -> int:
+def make_server(options: Options, tokens: Sequence[str]) -> tuple[Service, uvicorn.Server]:
+    """The service and what runs it: `server.serve(sockets=[...])`, until `server.should_exit`."""
     runs = Runs(options.folder, options.where)
     service = Service(runs, Doorkeeper(tokens), Bodies(options.body_budget))
     config = uvicorn.Config(
@@ -147,7 +149,11 @@ async def _serve(options: Options, tokens: Sequence[str], listener: socket.socke
         h11_max_incomplete_event_size=HEADER_BYTES, limit_concurrency=MOST_CONNECTIONS, backlog=MOST_CONNECTIONS,
         timeout_keep_alive=75, timeout_graceful_shutdown=5, ssl_certfile=options.tls_cert, ssl_keyfile=options.tls_key,
     )  # fmt: skip
-    server = _Server(config)
+    return service, _Server(config)
+
+
+async def _serve(options: Options, tokens: Sequence[str], listener: socket.socket, say: Callable[[str], object]) -> int:
+    service, server = make_server(options, tokens)
     code = 0
 
     def stop(number: int) -> None:

@@ -100,6 +100,8 @@ class Service:
             if refused.retry_after is not None:
                 headers["retry-after"] = str(refused.retry_after)
             return reply(api.Problem("Refused", str(refused)), refused.status, headers)
+        except OverflowError:
+            return reply(api.Problem("Refused", "a number is larger than any that the ledger can hold"), 400)
         except MilesError as error:
             status, problem = api.problem_of(error)
             if isinstance(error, LedgerLost) and (name := request.path_params.get("run")):

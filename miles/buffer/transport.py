@@ -22,7 +22,7 @@ from miles.errors import BadInput, ExperienceError, MilesError
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 TIMEOUT = httpx.Timeout(60.0, connect=5.0, read=api.MAX_WAIT_S + 30.0)
 PASSING = (408, 502, 503, 504)
 

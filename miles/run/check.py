@@ -51,7 +51,7 @@ def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
     for name, place in servers:
         yield f"  {'engine':<12}{name:<12}{place or device:<12}vllm, with a copy of the weights, renewed at each version"
     yield f"  {'collector':<12}{first if servers else all_ranks:<12}{'cpu':<12}{_source(resolved)}"
-    yield f"  {'buffer':<12}{first:<12}{'disk':<12}ledger.sqlite in the run directory"
+    yield f"  {'buffer':<12}{_buffer(recipe, first)}"
     yield ""
     yield from _work(recipe, resolved.row)
 
@@ -61,6 +61,14 @@ def _servers(recipe: Recipe) -> list[tuple[str, str]]:
     if recipe.engine.kind != "vllm":
         return []
     return [("running", url) for url in recipe.engine.urls] or [(f"vllm-{i}", "") for i in range(recipe.engine.servers)]
+
+
+def _buffer(recipe: Recipe, first: str) -> str:
+    if recipe.buffer.url is not None:
+        return f"{'elsewhere':<12}{'disk':<12}run {recipe.buffer.run} at {recipe.buffer.url}"
+    if recipe.buffer.ledger != "sqlite":
+        return f"{first:<12}{'server':<12}run {recipe.buffer.run} in PostgreSQL"
+    return f"{first:<12}{'disk':<12}ledger.sqlite in the run directory"
 
 
 def _device(recipe: Recipe, gpus: int) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from miles.buffer.embedded import EmbeddedBuffer
 from miles.config.schema import Recipe
 from miles.errors import MilesError
 from miles.learn.channel import Channel
@@ -88,7 +87,7 @@ def share_of(items: Sequence[Any], channel: Channel) -> Sequence[Any]:
 
 
 def collect_round(
-    buffer: EmbeddedBuffer, crew: Crew, recipe: Recipe, run: Callable[[Coroutine[Any, Any, None]], None]
+    buffer: ExperienceSink, crew: Crew, recipe: Recipe, run: Callable[[Coroutine[Any, Any, None]], None]
 ) -> None:
     """Rank 0: let all ranks collect what the buffer gives out now, and hand in how it ended. Raises a rank's error."""
     capacity = recipe.algorithm.groups_per_step * (recipe.buffer.max_staleness + 1)

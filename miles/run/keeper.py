@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles.algo import AlgorithmRow
-from miles.buffer.embedded import EmbeddedBuffer
 from miles.buffer.manifests import AT_DROP_LIMIT, AT_STREAM_END
 from miles.config.schema import Recipe
 from miles.learn import checkpoint
@@ -21,6 +20,7 @@ from miles.observe.live import LiveView
 from miles.observe.metrics import group_metrics, recorded_metrics, throughput_metrics
 from miles.observe.recorder import Recorder
 from miles.observe.rows import METRICS_FILE, eval_rows, read_rows
+from miles.protocols import ExperienceSource
 from miles.rollout.evaluate import Evaluation
 from miles.run.interrupts import Interrupts
 from miles.types import FinishedGroup, Group
@@ -44,7 +44,7 @@ class RunKeeper:
     row: AlgorithmRow
     run_dir: Path
     learner: Learner
-    buffer: EmbeddedBuffer
+    buffer: ExperienceSource
     save: Callable[[bool], Path | None]  # a checkpoint, beside training or not; the oldest one that is kept
     export: Callable[[str], None]  # the model, into the folder of that name
     evaluate: Callable[[], tuple[Mapping[str, float], Evaluation]] | None  # None: no held-out rows

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from miles.buffer.embedded import EmbeddedBuffer
+from miles.buffer.rewinding import RewindMode
+from miles.protocols import ExperienceSource
 from miles.run.crew import Crew
 from miles.run.duties import broadcast_groups
 from miles.run.interrupts import Interrupts
@@ -67,7 +68,7 @@ class LedKeeper:
 class LedSource:
     """The `ExperienceSource` of a rank: every rank takes the same groups, out of the ledger that rank 0 holds."""
 
-    def __init__(self, crew: Crew, buffer: EmbeddedBuffer | None) -> None:
+    def __init__(self, crew: Crew, buffer: ExperienceSource | None) -> None:
         """`buffer`: on rank 0."""
         self._crew, self._buffer = crew, buffer
 
@@ -82,6 +83,17 @@ class LedSource:
         """On rank 0; the others log nothing."""
         return [] if self._buffer is None else self._buffer.finished(version)
 
+    def group(self, ordinal: int) -> Group:
+        """On rank 0, whose keeper alone asks."""
+        assert self._buffer is not None
+        return self._buffer.group(ordinal)
+
+    def short(self, version: int) -> str | None:
+        return None if self._buffer is None else self._buffer.short(version)
+
+    def snapshot(self) -> bytes:
+        return b"" if self._buffer is None else self._buffer.snapshot()
+
     def advance(self, version: int) -> None:
         if self._buffer is not None:
             self._buffer.advance(version)
@@ -90,6 +102,6 @@ class LedSource:
         if self._buffer is not None:
             self._buffer.commit(version, checkpoint)
 
-    def rewind(self, version: int) -> None:
+    def rewind(self, version: int, mode: RewindMode = "replay") -> None:
         if self._buffer is not None:
-            self._buffer.rewind(version)
+            self._buffer.rewind(version, mode)

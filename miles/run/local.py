@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,6 @@ from transformers import PreTrainedModel
 
 from miles.algo import AlgorithmRow
 from miles.algo.rehearsal import rehearse
-from miles.buffer.embedded import EmbeddedBuffer
-from miles.buffer.ledger import Ledger
-from miles.buffer.rewinding import RewindMode
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.snapshot import SNAPSHOT_NAME
 from miles.config.schema import Recipe
@@ -44,9 +41,10 @@ from miles.observe.live import LiveView
 from miles.observe.recorder import Recorder
 from miles.observe.rows import METRICS_FILE, read_rows
 from miles.observe.sinks import open_sinks
-from miles.protocols import Publisher
+from miles.protocols import ExperienceSink, Publisher
 from miles.rollout.evaluate import Evaluation, evaluation_metrics
 from miles.rollout.recorded import Recorded
+from miles.run.buffer import OpenBuffer, RunFacts, open_buffer
 from miles.run.collecting import Collecting
 from miles.run.coroutines import Coroutines
 from miles.run.crew import Crew, Duty
@@ -59,7 +57,7 @@ from miles.run.led import LedKeeper, LedSource
 from miles.run.logs import logs_to, said
 from miles.run.place import Place
 from miles.run.prepare import Inputs
-from miles.run.resume import CHECKPOINTS, DATA, check_resumable, lost_rows, restore, restore_ledger
+from miles.run.resume import CHECKPOINTS, DATA, check_resumable, lost_rows, restore
 from miles.run.rundir import begin_run_dir, check_run_dir, fixed_hash, write_config
 
 log = logging.getLogger(__name__)
@@ -159,25 +157,24 @@ class LocalLauncher:
             collecting = Collecting(recipe, self.row, inputs, rollouts, learner.roles, loop)
             buffer, keeper = None, None
             if crew.leads:
-                lost = self.resume and restore_ledger(self.run_dir)
                 buffer = stack.enter_context(self._buffer(model, collecting, identity))
             crew.take_up(self._duties(learner, writer, collecting, buffer, identity))
             if buffer is not None:
-                mode: RewindMode = "resample" if lost else "replay"
                 keeper = stack.enter_context(
-                    self._keeper(learner, buffer, collecting, writer, interrupts, start, saved, mode)
+                    self._keeper(learner, buffer, collecting, writer, interrupts, start, saved)
                 )
-            yield learner, LedSource(crew, buffer), rollouts.publisher, LedKeeper(crew, keeper, interrupts)
+            source = LedSource(crew, None if buffer is None else buffer.source)
+            yield learner, source, rollouts.publisher, LedKeeper(crew, keeper, interrupts)
 
     def _duties(
-        self, learner: Learner, writer: Writer, collecting: Collecting, buffer: EmbeddedBuffer | None,
+        self, learner: Learner, writer: Writer, collecting: Collecting, buffer: OpenBuffer | None,
         identity: dict[str, Any],
     ) -> Mapping[str, Duty]:  # fmt: skip
         channel = self.crew.channel
         recipe = self.recipe.model_dump(mode="json")
 
         def save(beside: bool) -> Path | None:
-            files = {} if buffer is None else {SNAPSHOT_NAME: buffer.snapshot()}
+            files = {} if buffer is None else {SNAPSHOT_NAME: buffer.source.snapshot()}
             return save_part(learner, writer, identity, files, beside)
 
         return {
@@ -188,20 +185,17 @@ class LocalLauncher:
             "export": lambda name: export_part(learner, self.inputs.tokenizer, self.run_dir / name, recipe, channel),
         }
 
-    @contextmanager
     def _buffer(
         self, model: PreTrainedModel, collecting: Collecting, identity: dict[str, Any]
-    ) -> Iterator[EmbeddedBuffer]:
-        settings = self._settings(model)
-        ledger = Ledger(self.run_dir, settings, collecting.stream, identity, resume=self.resume)
-        with closing(ledger):
+    ) -> AbstractContextManager[OpenBuffer]:
+        def collect(sink: ExperienceSink) -> None:
             if self._all_collect:
-                buffer = EmbeddedBuffer(
-                    ledger, collect=lambda: collect_round(buffer, self.crew, self.recipe, collecting.run)
-                )
+                collect_round(sink, self.crew, self.recipe, collecting.run)
             else:
-                buffer = EmbeddedBuffer(ledger, collect=lambda: collecting.collect(buffer))
-            yield buffer
+                collecting.collect(sink)
+
+        facts = RunFacts(self._settings(model), collecting.stream, identity)
+        return open_buffer(self.recipe.buffer, self.run_dir, facts, collecting.run, collect, resume=self.resume)
 
     @property
     def _all_collect(self) -> bool:
@@ -210,13 +204,13 @@ class LocalLauncher:
 
     @contextmanager
     def _keeper(
-        self, learner: Learner, buffer: EmbeddedBuffer, collecting: Collecting, writer: Writer, interrupts: Interrupts,
-        start: Mapping[str, Any], saved: int, mode: RewindMode,
+        self, learner: Learner, buffer: OpenBuffer, collecting: Collecting, writer: Writer, interrupts: Interrupts,
+        start: Mapping[str, Any], saved: int,
     ) -> Iterator[RunKeeper]:  # fmt: skip
         recipe = self.recipe
         with closing(Recorder(self.run_dir, (), recipe.log.samples_per_step)) as recorder:
             if self.resume:
-                self._go_back(buffer, recorder, learner.version, mode)
+                self._go_back(buffer, recorder, learner.version)
             for sink in open_sinks(recipe.log, self.run_dir, learner.version, recipe.model_dump(mode="json")):
                 recorder.add_sink(sink)
             self._show_start(start, learner.version)
@@ -225,7 +219,7 @@ class LocalLauncher:
                 self.row,
                 self.run_dir,
                 learner,
-                buffer,
+                buffer.source,
                 lambda beside: self.crew.call("save", beside=beside),
                 lambda name: self.crew.call("export", name=name),
                 partial(self._evaluate, collecting) if len(self.inputs.held_out) else None,
@@ -243,9 +237,9 @@ class LocalLauncher:
         evaluation = self.crew.call("evaluate") if self._all_collect else collecting.evaluate(everything)
         return evaluation_metrics(evaluation, self.inputs.rewards.full), evaluation
 
-    def _go_back(self, buffer: EmbeddedBuffer, recorder: Recorder, version: int, mode: RewindMode) -> None:
+    def _go_back(self, buffer: OpenBuffer, recorder: Recorder, version: int) -> None:
         """Bring everything in the run directory to `version`, and say what is not as a reader would expect."""
-        buffer.rewind(version, mode)
+        buffer.source.rewind(version, buffer.rewind)
         recorder.rewind(version)
         write_config(self.run_dir, self.recipe)
         if version == 0:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from miles.buffer.ledger import LedgerReader
+from miles.buffer.backend import SQLITE, Where
+from miles.buffer.ledger import LedgerReader, has_run
 from miles.buffer.ledger import restore as restore_from
 from miles.buffer.place import RunLock
 from miles.buffer.schema import LEDGER_NAME
@@ -72,12 +73,13 @@ def newest_snapshot(run_dir: Path) -> Path | None:
     return path / SNAPSHOT_NAME if path is not None and (path / SNAPSHOT_NAME).exists() else None
 
 
-def restore_ledger(run_dir: Path) -> bool:
+def restore_ledger(run_dir: Path, run: str, where: Where) -> bool:
     """Make a lost ledger again from the newest checkpoint; False where it is there, or nothing to make it from."""
-    found = None if (run_dir / LEDGER_NAME).exists() else newest_snapshot(run_dir)
+    there = (run_dir / LEDGER_NAME).exists() if where.ledger == SQLITE else has_run(run_dir, run, where)
+    found = None if there else newest_snapshot(run_dir)
     if found is None:
         return False
-    restore_from(run_dir, found)
+    restore_from(run_dir, found, run, where)
     log.warning(
         "%s was lost: it was made again from %s, and groups that are not trained are sampled again",
         run_dir / LEDGER_NAME,

@@ -20,7 +20,10 @@ from miles.errors import RunDirError
 CONFIG_FILE = "config.toml"
 PART = CONFIG_FILE + ".part"
 FREE_SECTIONS = ("run", "log", "eval", "parallel")
-FREE_KEYS = ("algorithm.steps", "learner.tokens_per_microbatch")
+FREE_KEYS = (
+    "algorithm.steps", "learner.tokens_per_microbatch", "buffer.url", "buffer.token_file", "buffer.ca_file",
+    "buffer.min_free_mb",
+)  # fmt: skip
 FIXED_KEYS = ("run.seed",)  # everything random follows from it
 FROM_PYTHON = ("data.source", "reward.functions")  # a run started from Python may have objects in their place
 
