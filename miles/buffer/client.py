@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import httpx
+import httpx2
 import msgspec
 
 from miles.buffer import api
@@ -216,7 +216,7 @@ class InlineRemote(RemoteSource):
         return groups
 
 
-def _answer(response: httpx.Response, kind: type[T]) -> T:
+def _answer(response: httpx2.Response, kind: type[T]) -> T:
     """The body of an answer. Raises the error that a refusal stands for, and ExperienceError for what is no answer."""
     raise_for(response)
     try:

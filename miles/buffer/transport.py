@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import msgspec
 
 from miles.buffer import api
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-TIMEOUT = httpx.Timeout(60.0, connect=5.0, read=api.MAX_WAIT_S + 30.0)
+TIMEOUT = httpx2.Timeout(60.0, connect=5.0, read=api.MAX_WAIT_S + 30.0)
 PASSING = (408, 502, 503, 504)
 
 
@@ -51,7 +51,7 @@ class Address:
         return f"{self.url.rstrip('/')}/{api.VERSION}/runs/{self.run}{path}"
 
     def arguments(self) -> dict[str, Any]:
-        """For httpx's clients. Proxies of the environment are not asked: the address is meant as it stands."""
+        """For httpx2's clients. Proxies of the environment are not asked: the address is meant as it stands."""
         headers = {"accept": api.MSGPACK}
         if self.token is not None:
             headers["authorization"] = f"Bearer {self.token}"
@@ -61,7 +61,7 @@ class Address:
                 verify = ssl.create_default_context(cafile=str(self.ca_file))
             except OSError as error:
                 raise BadInput(f"buffer.ca_file {self.ca_file} cannot be used: {error}") from error
-        limits = httpx.Limits(max_keepalive_connections=64, keepalive_expiry=60.0)
+        limits = httpx2.Limits(max_keepalive_connections=64, keepalive_expiry=60.0)
         return {
             "headers": headers, "verify": verify, "timeout": TIMEOUT, "limits": limits, "trust_env": False,
         }  # fmt: skip
@@ -76,12 +76,12 @@ class Attempts:
         self._pause = FIRST_PAUSE_S
         self._told = False
 
-    def pause(self, outcome: httpx.Response | httpx.TransportError) -> float | None:
+    def pause(self, outcome: httpx2.Response | httpx2.TransportError) -> float | None:
         """Seconds to wait before the next attempt; None: the outcome is an answer. Raises ExperienceError in the end."""
-        if isinstance(outcome, httpx.Response) and outcome.status_code not in (*PASSING, 507):
+        if isinstance(outcome, httpx2.Response) and outcome.status_code not in (*PASSING, 507):
             return None
-        said = f"{type(outcome).__name__} {outcome}" if isinstance(outcome, httpx.TransportError) else _said(outcome)
-        full = isinstance(outcome, httpx.Response) and outcome.status_code == 507
+        said = f"{type(outcome).__name__} {outcome}" if isinstance(outcome, httpx2.TransportError) else _said(outcome)
+        full = isinstance(outcome, httpx2.Response) and outcome.status_code == 507
         waited = time.monotonic() - self._began
         if waited > self._address.patience and not full:
             raise ExperienceError(
@@ -96,14 +96,14 @@ class Attempts:
         return pause * random.SystemRandom().uniform(0.5, 1.0)
 
 
-def _said(response: httpx.Response) -> str:
+def _said(response: httpx2.Response) -> str:
     try:
         return msgspec.msgpack.decode(response.content, type=api.Problem).message
     except msgspec.MsgspecError:
         return f"status {response.status_code}"
 
 
-def raise_for(response: httpx.Response) -> None:
+def raise_for(response: httpx2.Response) -> None:
     """Raises the error that a refusal stands for."""
     if response.status_code < 400:
         return
@@ -127,21 +127,21 @@ class Caller:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._client = httpx.Client(**address.arguments())
+        self._client = httpx2.Client(**address.arguments())
 
-    def call(self, method: str, path: str, **request: Any) -> httpx.Response:
+    def call(self, method: str, path: str, **request: Any) -> httpx2.Response:
         """The answer, whatever its status, after as many attempts as it takes. Raises ExperienceError."""
         attempts = Attempts(self._address)
         while True:
             try:
-                outcome: httpx.Response | httpx.TransportError = self._client.request(
+                outcome: httpx2.Response | httpx2.TransportError = self._client.request(
                     method, self._address.at(path), **request
                 )
-            except httpx.TransportError as error:
+            except httpx2.TransportError as error:
                 outcome = error
             pause = attempts.pause(outcome)
             if pause is None:
-                assert isinstance(outcome, httpx.Response)
+                assert isinstance(outcome, httpx2.Response)
                 return outcome
             time.sleep(pause)
 
@@ -154,21 +154,21 @@ class AsyncCaller:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._client = httpx.AsyncClient(**address.arguments())
+        self._client = httpx2.AsyncClient(**address.arguments())
 
-    async def call(self, method: str, path: str, **request: Any) -> httpx.Response:
+    async def call(self, method: str, path: str, **request: Any) -> httpx2.Response:
         """As `Caller.call`."""
         attempts = Attempts(self._address)
         while True:
             try:
-                outcome: httpx.Response | httpx.TransportError = await self._client.request(
+                outcome: httpx2.Response | httpx2.TransportError = await self._client.request(
                     method, self._address.at(path), **request
                 )
-            except httpx.TransportError as error:
+            except httpx2.TransportError as error:
                 outcome = error
             pause = attempts.pause(outcome)
             if pause is None:
-                assert isinstance(outcome, httpx.Response)
+                assert isinstance(outcome, httpx2.Response)
                 return outcome
             await asyncio.sleep(pause)
 

@@ -68,7 +68,9 @@ class Crowd:
             self.fenced += 1
 
 
-def learn(source: RemoteSource, start: int = 0) -> list[list[Group]]:
+def learn(
+    source: RemoteSource, start: int = 0, after_step: Callable[[int], None] = lambda version: None
+) -> list[list[Group]]:
     """Train to the end of the stream: the groups of each step from `start` on."""
     seen: list[list[Group]] = []
     while True:
@@ -78,3 +80,4 @@ def learn(source: RemoteSource, start: int = 0) -> list[list[Group]]:
             return seen
         seen.append(groups)
         source.advance(start + len(seen))
+        after_step(start + len(seen))

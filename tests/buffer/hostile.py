@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
+import httpx2
 import msgspec
 
 from miles.buffer import api
@@ -158,7 +158,7 @@ class Attacker:
         self.answers: Answers = Counter()
         self._make_group = make_group
         self._vocabulary = vocabulary
-        self._client = httpx.Client(trust_env=False, timeout=30.0)
+        self._client = httpx2.Client(trust_env=False, timeout=30.0)
 
     def close(self) -> None:
         self._client.close()

@@ -37,15 +37,13 @@ class Proxy:
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while True:
-                request = await _message(reader)
-                answer = await self._misbehave(request)
-                if answer is None:
-                    break
-                writer.write(answer)
-                await writer.drain()
-        writer.close()
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                while (answer := await self._misbehave(await _message(reader))) is not None:
+                    writer.write(answer)
+                    await writer.drain()
+        finally:
+            writer.close()
 
     async def _misbehave(self, request: bytes) -> bytes | None:
         """The answer; None where it is lost on the way back."""
@@ -106,8 +104,11 @@ def misbehaving(url: str, seed: int = 0) -> Iterator[tuple[str, Faults]]:
         begun.set()
         await stop.wait()
         server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0)  # what was closed is gone after one turn of the loop
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 
@@ -99,7 +99,7 @@ def test_registering_twice_joins_and_another_run_is_refused(url: str) -> None:
         assert not other.exists()
     call = api.Registration({"config": "c"}, settings, STREAM.arguments(), False, "key-1")
     codes = [
-        httpx.post(f"{url}/v1/runs/third", content=msgspec.msgpack.encode(call), headers={"content-type": api.MSGPACK})
+        httpx2.post(f"{url}/v1/runs/third", content=msgspec.msgpack.encode(call), headers={"content-type": api.MSGPACK})
         for _ in range(2)
     ]
     assert [code.status_code for code in codes] == [201, 201]  # the reply to the first may have been lost
@@ -254,9 +254,9 @@ async def test_a_lost_run_is_restored_from_a_snapshot(url: str, make_group: Make
 def test_metrics_and_the_open_route(tmp_path: Path) -> None:
     with served(tmp_path / "buffer", [TOKEN]) as (url, _):
         source = registered(url, token=TOKEN)
-        assert httpx.get(f"{url}/livez").text == "ok\n"
-        assert httpx.get(f"{url}/metrics").status_code == 401
-        text = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
+        assert httpx2.get(f"{url}/livez").text == "ok\n"
+        assert httpx2.get(f"{url}/metrics").status_code == 401
+        text = httpx2.get(f"{url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
         assert 'miles_buffer_prompts_capacity{run="demo"} 2' in text
         assert 'miles_buffer_answers_total{route="register",status="201"} 1' in text
         source.close()
@@ -268,7 +268,7 @@ def test_metrics_and_the_open_route(tmp_path: Path) -> None:
 )
 def test_every_route_but_one_needs_the_token(tmp_path: Path, shown: str) -> None:
     headers = {"authorization": shown.encode("latin-1"), "content-type": api.MSGPACK} if shown else {}
-    with served(tmp_path / "buffer", [TOKEN]) as (url, service), httpx.Client(trust_env=False) as client:
+    with served(tmp_path / "buffer", [TOKEN]) as (url, service), httpx2.Client(trust_env=False) as client:
         for route in service.app().routes:
             for method in route.methods - {"HEAD"}:  # type: ignore[attr-defined]
                 path = route.path.replace("{run}", "demo").replace("{ordinal:int}", "0").replace("{step:int}", "0")  # type: ignore[attr-defined]
@@ -287,10 +287,10 @@ def test_the_token_is_in_no_message(tmp_path: Path) -> None:
 
 
 def test_without_a_token_only_this_machine_is_answered(url: str) -> None:
-    assert httpx.get(f"{url}/metrics", headers={"host": "evil.example:80"}).status_code == 421
-    assert httpx.get(f"{url}/metrics", headers={"host": "localhost:80"}).status_code == 200
+    assert httpx2.get(f"{url}/metrics", headers={"host": "evil.example:80"}).status_code == 421
+    assert httpx2.get(f"{url}/metrics", headers={"host": "localhost:80"}).status_code == 200
     registered(url).close()
-    answer = httpx.post(f"{url}/v1/runs/demo/commit", content=b"x", headers={"content-type": "text/plain"})
+    answer = httpx2.post(f"{url}/v1/runs/demo/commit", content=b"x", headers={"content-type": "text/plain"})
     assert answer.status_code == 415  # what a page in a browser may send without asking
 
 
