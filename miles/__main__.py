@@ -279,11 +279,9 @@ def _add_buffer(parser: Parser) -> None:
         "--ledger",
         default="sqlite",
         metavar="URL",
-        help="sqlite (default), or postgresql://... for several buffers at once",
+        help="sqlite; nothing else is built yet",
     )
-    parser.add_argument(
-        "--payloads", default="local", metavar="URL", help="local (default), or s3://bucket/prefix for large groups"
-    )
+    parser.add_argument("--payloads", default="local", metavar="URL", help="local; nothing else is built yet")
 
 
 def _add_run(parser: Parser) -> None:

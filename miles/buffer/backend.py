@@ -1,4 +1,4 @@
-"""What a ledger stands on: SQLite and segment files in a folder, or PostgreSQL, or an object store for large payloads."""
+"""What a ledger stands on: SQLite and segment files in a folder."""
 
 from __future__ import annotations
 
@@ -12,19 +12,32 @@ from miles.buffer.payloads import Payloads
 from miles.buffer.place import RunLock, refuse_network_file_system
 from miles.buffer.schema import LEDGER_NAME, SEGMENTS_NAME, connect, connect_readonly
 from miles.buffer.segments import Segments, fsync_folder
-from miles.errors import ExperienceError
+from miles.errors import BadInput, ExperienceError
 
 SQLITE = "sqlite"
 LOCAL = "local"
+
+
+def _check_known(where: Where) -> None:
+    for key, value, known in (("ledger", where.ledger, SQLITE), ("payloads", where.payloads, LOCAL)):
+        if value != known:
+            raise BadInput(
+                f"buffer.{key} (--{key} of miles buffer) names another place: this version keeps runs in SQLite and in files beside it "
+                f"only; leave it at {known!r}"
+            )
 
 
 @dataclass(frozen=True)
 class Where:
     """Where ledger and large payloads are: `buffer.ledger` and `buffer.payloads`."""
 
-    ledger: str = SQLITE  # or postgresql://...
-    payloads: str = LOCAL  # segment files; or s3://bucket/prefix
+    ledger: str = SQLITE
+    payloads: str = LOCAL  # segment files
     segment_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        """Raises BadInput for places that are not built."""
+        _check_known(self)
 
 
 ON_THIS_MACHINE = Where()
@@ -47,8 +60,6 @@ class Backend:
 
 def open_backend(folder: Path, where: Where) -> Backend:
     """For writing; makes the tables. Raises RunDirError, BadInput and ExperienceError."""
-    if where.ledger != SQLITE:
-        return Backend(_postgres(where.ledger), _payloads(folder, where))
     refuse_network_file_system(folder)
     lock = RunLock(folder)
     try:
@@ -63,23 +74,11 @@ def open_backend(folder: Path, where: Where) -> Backend:
 def open_readonly(folder: Path, where: Where) -> Backend:
     """For reading beside whoever writes, or after. Raises RunDirError where there is no ledger."""
     path = folder / LEDGER_NAME
-    if where.ledger != SQLITE:
-        return Backend(_postgres(where.ledger), _payloads(folder, where))
     return Backend(SqliteDatabase(_opened(connect_readonly, path), path), _payloads(folder, where))
 
 
-def _postgres(url: str) -> Database:
-    from miles.buffer.postgres import PostgresDatabase
-
-    return PostgresDatabase(url)
-
-
 def _payloads(folder: Path, where: Where) -> Payloads:
-    if where.payloads == LOCAL:
-        return Segments(folder / SEGMENTS_NAME, where.segment_bytes)
-    from miles.buffer.objects import Objects
-
-    return Objects(where.payloads)
+    return Segments(folder / SEGMENTS_NAME, where.segment_bytes)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

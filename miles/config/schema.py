@@ -144,9 +144,9 @@ class Buffer(Section):
     ca_file: str | None = None
     """Certificates (PEM) to trust at `url`. None: those of the system."""
     ledger: str = "sqlite"
-    """What the ledger stands on: `sqlite` in the run's folder, or postgresql://USER@HOST/DATABASE (extra `postgres`; the password comes from PGPASSWORD or ~/.pgpass)."""
+    """What the ledger stands on: `sqlite` in the run's folder. A database server (postgresql://...) is not built yet and refused."""
     payloads: str = "local"
-    """Where groups of 128 KiB and more lie: `local` beside the ledger, or s3://BUCKET/PREFIX (extra `s3`; keys come from the AWS_ variables)."""
+    """Where groups of 128 KiB and more lie: `local` beside the ledger. An object store (s3://...) is not built yet and refused."""
     max_refused: UnitFloat = 0.05
     """Part of the groups that may be refused as unfit to train on (not finite, too old, cut) before the run is aborted; the first 19 never abort it."""
     min_free_mb: NonNegativeInt = 64

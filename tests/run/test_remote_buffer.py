@@ -51,8 +51,11 @@ def test_a_run_name_is_asked_for_and_a_password_refused(tools, runs):
         (["--buffer.url", "http://127.0.0.1:1"], "buffer.run is not set"),
         (["--buffer.url", "127.0.0.1:1", "--buffer.run", "a"], "buffer.url = '127.0.0.1:1' must look like"),
         (["--buffer.run", "../x"], "buffer.run = '../x' must match"),
-        (["--buffer.ledger", "postgresql://u:secret@h/d", "--buffer.run", "a"], "buffer.ledger holds a password"),
-        (["--buffer.payloads", "ftp://x"], "must be local or s3://"),
+        (
+            ["--buffer.ledger", "postgresql://u:secret@h/d", "--buffer.run", "a"],
+            "buffer.ledger names a database server",
+        ),
+        (["--buffer.payloads", "ftp://x"], "buffer.payloads names an object store"),
     ):
         ended = tools.command("check", str(runs.recipe), *changes)
         assert ended.code == 2
