@@ -1,7 +1,4 @@
-"""The little that the ledger asks of a database, and SQLite behind it; `postgres.py` is the other one.
-
-Statements are written once, in the SQL that both understand, with `?` for values.
-"""
+"""The little that the ledger asks of a database, and SQLite behind it."""
 
 from __future__ import annotations
 
