@@ -35,6 +35,8 @@ COMMANDS: Mapping[str, Command] = {
     "check": lambda o, overrides: commands.check(o.recipes, overrides),
     "plan": lambda o, overrides: commands.plan(o.recipes, overrides, o.gpus, o.gpu_memory, _machine(o), o.json),
     "buffer": lambda o, _: commands.buffer({name: getattr(o, name) for name in BUFFER_OPTIONS}),
+    "learn": lambda o, overrides: commands.learn(o.recipes, overrides, o.run, o.resume),
+    "collect": lambda o, overrides: commands.collect(o.recipes, overrides, o.worker),
     "watch": lambda o, _: commands.watch(o.run),
     "report": lambda o, _: commands.report(o.run),
     "export": lambda o, _: commands.export(o.run, o.to, o.merge),
@@ -163,16 +165,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
             name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}. {about}", allow_abbrev=False
         )
 
-    train = command("train", "train a model as a recipe says", OVERRIDES)
-    _add_recipes(train)
-    train.add_argument(
-        "--run",
-        type=_folder,
-        metavar="DIR",
-        help="folder of the run (default: runs/<recipe>-<time>); must be new, or hold this run with --resume",
-    )
-    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run in DIR")
-
+    _add_training(command("train", "train a model as a recipe says", OVERRIDES))
     check = command(
         "check",
         "judge a recipe and show what it resolves to",
@@ -196,6 +189,21 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
             "(MILES_BUFFER_TOKEN or --token-file), and TLS or --insecure.",
         )
     )
+
+    _add_training(
+        command(
+            "learn",
+            "learn alone, from what collectors put into the buffer at buffer.url",
+            f"New weights go to publish.directory, for the collectors. {OVERRIDES}",
+        )
+    )
+    collect = command(
+        "collect",
+        "collect alone, for a learner that takes from the buffer at buffer.url",
+        f"As many as there are machines; each ends with the run. {OVERRIDES}",
+    )
+    _add_recipes(collect)
+    collect.add_argument("--worker", metavar="NAME", help="name in the ledger (default: machine and process)")
 
     watch = command("watch", "live view of a run in the terminal, also of a finished or dead one")
     _add_run(watch)
@@ -229,6 +237,17 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     _add_recipes(doctor, nargs="*")
     return parser, dict(subparsers.choices)
+
+
+def _add_training(parser: Parser) -> None:
+    _add_recipes(parser)
+    parser.add_argument(
+        "--run",
+        type=_folder,
+        metavar="DIR",
+        help="folder of the run (default: runs/<recipe>-<time>); must be new, or hold this run with --resume",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run in DIR")
 
 
 def _add_recipes(parser: Parser, nargs: str = "+") -> None:

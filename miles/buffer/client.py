@@ -108,6 +108,10 @@ class RemoteSource:
         raise_for(response)
         return True
 
+    def identity(self) -> dict[str, Any]:
+        """What the learner has registered the run with."""
+        return self._answered("GET", "", dict[str, Any])["identity"]
+
     def restore(self, snapshot: Path) -> None:
         """Make a run that the service has lost again, from a checkpoint; rewind it with "resample" afterwards."""
         raise_for(

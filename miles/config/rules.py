@@ -148,6 +148,11 @@ def _ranks(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _apart(recipe: Recipe) -> bool:
+    """Whether collectors may be other processes than the learner, which then brings its weights to their engines."""
+    return recipe.buffer.url is not None
+
+
 MOST_SERVED_RANK = 512
 """Of LoRA adapters on vLLM."""
 
@@ -155,7 +160,7 @@ MOST_SERVED_RANK = 512
 def _servers(recipe: Recipe) -> Iterator[str]:
     engine, publish = recipe.engine, recipe.publish
     if engine.kind != "vllm":
-        if publish.kind in ("files", "adapter"):
+        if publish.kind in ("files", "adapter") and not _apart(recipe):
             yield (
                 f'publish.kind = "{publish.kind}" brings weights to servers, and engine.kind = "{engine.kind}" has none: leave '
                 'publish.kind out, or set engine.kind = "vllm".'
@@ -240,7 +245,9 @@ def _unused_engine(recipe: Recipe) -> Iterator[tuple[str, str]]:
     engine = recipe.engine
     if engine.kind != "vllm":
         yield from ((f"engine.{name}", f'engine.kind is "{engine.kind}"') for name in VLLM_KEYS)
-        yield from ((f"publish.{name}", f'engine.kind is "{engine.kind}"') for name in ("directory", "verify"))
+        yield "publish.verify", f'engine.kind is "{engine.kind}"'
+        if not _apart(recipe):
+            yield "publish.directory", f'engine.kind is "{engine.kind}"'
         return
     yield "rollout.deterministic", "a vLLM server's bits depend on what else it computes"
     if engine.urls:
@@ -294,7 +301,7 @@ def _adapters_that_hardly_move(recipe: Recipe) -> Iterator[str]:
 
 def _older_for_nothing(recipe: Recipe) -> Iterator[str]:
     stale = recipe.buffer.max_staleness
-    if recipe.engine.kind == "inprocess" and stale > 0:
+    if recipe.engine.kind == "inprocess" and stale > 0 and not _apart(recipe):
         yield (
             f'buffer.max_staleness = {stale} with engine.kind = "inprocess": groups get up to {stale} versions old and nothing '
             "gets faster, since one process collects and learns in turn (useful to try behavior corrections only)."

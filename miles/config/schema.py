@@ -296,6 +296,8 @@ class Publish(Section):
 class Run(Section):
     launcher: Literal["local"] = "local"
     """Who starts the roles: `local` runs all of them in this process."""
+    collectors: PositiveInt = 1
+    """Collectors beside the learner, where they are processes of their own; the step's prompts are shared between them."""
     seed: Annotated[int, Field(ge=0, le=10**18)] = 0
     """Of everything random: data order, sampling, minibatches, random models."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None

@@ -57,6 +57,18 @@ class WeightFiles:
                 "another folder with publish.directory"
             ) from error
 
+    def newest(self) -> int | None:
+        """The highest version that is there, whole."""
+        return max(self._versions(), default=None)
+
+    def forget_above(self, version: int) -> None:
+        """Delete what a learner wrote that went further than this one, which goes on from `version`."""
+        self.forget([each for each in self._versions() if each <= version])
+
+    def _versions(self) -> list[int]:
+        found = (NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return [int(match[1]) for match in found if match]
+
     def forget(self, kept: Collection[int]) -> None:
         """Delete every version that is not in `kept`."""
         for path in self.folder.iterdir():

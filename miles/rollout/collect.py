@@ -57,9 +57,13 @@ class Collector:
         recipe: schema.Recipe,
         row: AlgorithmRow,
         worker: str = "collector-0",
+        capacity: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`row`: what collecting must do for the algorithm. `clock` counts seconds."""
+        """`row`: what collecting must do for the algorithm. `capacity`: groups under way at a time; None: all that may be.
+
+        `clock` counts seconds.
+        """
         self._sink = sink
         self._stream = stream
         self._rows = rows
@@ -69,7 +73,7 @@ class Collector:
         self._worker = worker
         self._clock = clock
         self._ttl = recipe.buffer.lease_s
-        self._capacity = recipe.algorithm.groups_per_step * (recipe.buffer.max_staleness + 1)
+        self._capacity = capacity or recipe.algorithm.groups_per_step * (recipe.buffer.max_staleness + 1)
         self._running: dict[asyncio.Task[bool], Lease] = {}
         self._failures: Counter[int] = Counter()  # failed attempts of each ordinal
         self._step = _FirstAttempts(recipe.algorithm.groups_per_step)

@@ -1,8 +1,7 @@
-"""The buffer of a run that collects and learns in one process: in its own folder, or the one that `buffer.url` names."""
+"""The buffer as a learner has it: in its own folder, at `buffer.url`, or filled by collectors in other processes."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,28 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from miles.buffer.backend import Where
-from miles.buffer.client import InlineRemote, RemoteSink
+from miles.buffer.client import InlineRemote, RemoteSink, RemoteSource
 from miles.buffer.embedded import EmbeddedBuffer
 from miles.buffer.ledger import DEFAULT_RUN, Ledger
 from miles.buffer.rewinding import RewindMode
-from miles.buffer.serve import read_tokens
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.buffer.transport import Address
 from miles.config import schema
 from miles.protocols import ExperienceSink, ExperienceSource
+from miles.run.meeting import Meeting, address_of
 from miles.run.resume import newest_snapshot, restore_ledger
+from miles.types import Group
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
 class OpenBuffer:
-    """Both sides of the buffer; `rewind`: how a resumed learner goes back to its checkpoint."""
+    """The learner's side of the buffer; `rewind`: how a resumed learner goes back to its checkpoint.
 
-    sink: ExperienceSink
+    `end`: called when the run has ended well, so that collectors in other processes end too.
+    """
+
     source: ExperienceSource
     rewind: RewindMode
+    end: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,35 @@ def open_buffer(
             yield _remote(recipe, run_dir, facts, stack, run, collect, resume)
 
 
+@contextmanager
+def join_buffer(
+    meeting: Meeting, run_dir: Path, facts: RunFacts, look: Callable[[], None], *, resume: bool
+) -> Iterator[OpenBuffer]:
+    """The buffer of a learner that does not collect. `look` is called while it waits, and may raise.
+
+    Raises RunDirError where the buffer holds another run, or one and `resume` is False; BadInput where it cannot be joined.
+    """
+    with WaitingSource(meeting.address(), facts.settings.vocabulary, look) as source:
+        lost = _registered(source, run_dir, facts, resume)
+        yield OpenBuffer(source, "resample" if lost else "replay", lambda: source.end("the learner is done"))
+
+
+class WaitingSource(RemoteSource):
+    """A source whose `take` looks up from its waiting, so that a signal is noticed where it must not interrupt."""
+
+    def __init__(self, address: Address, vocabulary: int | None, look: Callable[[], None]) -> None:
+        super().__init__(address, vocabulary)
+        self._look = look
+
+    def take(self, version: int) -> list[Group]:
+        while (groups := self.take_now(version, wait=LOOK_S)) is None:
+            self._look()
+        return groups
+
+
 def where_of(recipe: schema.Buffer) -> Where:
     """Where the ledger of a run without `buffer.url` stands."""
     return Where(ledger=recipe.ledger, payloads=recipe.payloads)
-
-
-def address_of(recipe: schema.Buffer) -> Address:
-    """Where the buffer of a run with `buffer.url` is, and the token for it. Raises BadInput."""
-    assert recipe.url is not None
-    assert recipe.run is not None
-    tokens = read_tokens(None if recipe.token_file is None else Path(recipe.token_file), os.environ)
-    ca_file = None if recipe.ca_file is None else Path(recipe.ca_file)
-    return Address(recipe.url, recipe.run, tokens[0] if tokens else None, ca_file)
 
 
 def _embedded(
@@ -84,21 +105,29 @@ def _embedded(
     )
     stack.callback(ledger.close)
     buffer = EmbeddedBuffer(ledger, collect=lambda: collect(buffer))
-    return OpenBuffer(buffer, buffer, "resample" if lost else "replay")
+    return OpenBuffer(buffer, "resample" if lost else "replay")
 
 
 def _remote(
     recipe: schema.Buffer, run_dir: Path, facts: RunFacts, stack: ExitStack, run: Run,
     collect: Callable[[ExperienceSink], None], resume: bool,
 ) -> OpenBuffer:  # fmt: skip
-    address, vocabulary = address_of(recipe), facts.settings.vocabulary
+    assert recipe.url is not None
+    assert recipe.run is not None
+    address, vocabulary = address_of(recipe, recipe.url, recipe.run), facts.settings.vocabulary
     sink = RemoteSink(address, vocabulary, wait=False)
     stack.callback(lambda: run(sink.close()))
     source = InlineRemote(address, collect=lambda: collect(sink), vocabulary=vocabulary)
     stack.callback(source.close)
+    lost = _registered(source, run_dir, facts, resume)
+    return OpenBuffer(source, "resample" if lost else "replay")
+
+
+def _registered(source: RemoteSource, run_dir: Path, facts: RunFacts, resume: bool) -> bool:
+    """Make or join the run at the service; True where it was lost there, and was made again from a checkpoint."""
     found = newest_snapshot(run_dir) if resume else None
     lost = found is not None and not source.exists()
     if found is not None and lost:
         source.restore(found)
     source.register(facts.settings, facts.stream, facts.identity, resume=resume)
-    return OpenBuffer(sink, source, "resample" if lost else "replay")
+    return lost

@@ -13,6 +13,22 @@ def train(recipes: Sequence[Path], overrides: Mapping[str, Any], run_dir: Path |
     return train_command(recipes, overrides, run_dir, resume)
 
 
+def learn(recipes: Sequence[Path], overrides: Mapping[str, Any], run_dir: Path | None, resume: bool) -> int:
+    from miles.run.lifeline import hold_lifeline
+    from miles.run.train import train_command
+
+    hold_lifeline()
+    return train_command(recipes, overrides, run_dir, resume, collects=False)
+
+
+def collect(recipes: Sequence[Path], overrides: Mapping[str, Any], worker: str | None) -> int:
+    from miles.run.collect import collect_command
+    from miles.run.lifeline import hold_lifeline
+
+    hold_lifeline()
+    return collect_command(recipes, overrides, worker)
+
+
 def check(recipes: Sequence[Path], overrides: Mapping[str, Any]) -> int:
     from miles.run.check import check_command
 

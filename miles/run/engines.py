@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from miles.config.schema import Recipe
 from miles.engine.inprocess import InProcessEngine
+from miles.learn.adapters import peft_config
 from miles.learn.learner import Learner
 from miles.protocols import Engine, Publisher
+from miles.publish.copies import CopiesPublisher
+from miles.publish.files import WeightFiles
 from miles.publish.following import FollowingPublisher
 from miles.publish.inprocess import InProcessPublisher
 from miles.run.prepare import Inputs
@@ -31,9 +35,12 @@ class Rollouts:
 
 @contextmanager
 def open_rollouts(
-    recipe: Recipe, inputs: Inputs, model: PreTrainedModel, learner: Learner, run_dir: Path
+    recipe: Recipe, inputs: Inputs, model: PreTrainedModel, learner: Learner, run_dir: Path, weights: Path | None
 ) -> Iterator[Rollouts]:
-    """The engine of `engine.kind`, started, at the learner's version; all of it ends with the block."""
+    """The engine of `engine.kind`, started, at the learner's version; all of it ends with the block.
+
+    `weights`: folder that collectors in other processes, which keep a copy, read them from. None: there are none.
+    """
     if recipe.engine.kind == "vllm" and learner.ranks.rank > 0:
         learner.canary_ids = canary_ids(inputs)
         follower = FollowingPublisher()
@@ -44,9 +51,21 @@ def open_rollouts(
         with open_vllm(recipe, inputs, learner, run_dir) as (engine, publisher):
             yield Rollouts(engine, publisher)
         return
-    publisher = InProcessPublisher(learner.version)
+    own = InProcessPublisher(learner.version)
     engine = InProcessEngine(
-        model, inputs.tokenizer, version=lambda: publisher.version, end_token_ids=inputs.sampling.stop_token_ids,
+        model, inputs.tokenizer, version=lambda: own.version, end_token_ids=inputs.sampling.stop_token_ids,
         max_batch=recipe.engine.max_batch, deterministic=recipe.rollout.deterministic,
     )  # fmt: skip
+    publisher = own if weights is None else _to_copies(learner, weights, own)
     yield Rollouts(engine, publisher, True, lambda: engine.slow_reason)
+
+
+def _to_copies(learner: Learner, folder: Path, own: InProcessPublisher) -> Publisher:
+    """Publishes to a folder, the learner's version at once; on several ranks rank 0 writes what all of them put together."""
+    if learner.ranks.rank > 0:
+        publisher: Publisher = FollowingPublisher(own)
+    else:
+        adapter = peft_config(learner.model, "actor") if learner.recipe.lora.rank else None
+        publisher = CopiesPublisher(WeightFiles(folder, torch.float32, adapter), learner.version, own)
+    publisher.publish(learner.policy_update())
+    return publisher

@@ -11,9 +11,11 @@ from miles.errors import MilesError, TrainingAborted
 from miles.observe.live import LiveView
 from miles.observe.report import write_report
 from miles.run.join import crew_of
+from miles.run.lifeline import LIFELINE
 from miles.run.local import FAILED_OUTSIDE_OF_UPDATES, LocalLauncher, device_of
 from miles.run.logs import said
-from miles.run.place import LIFELINE, Place
+from miles.run.meeting import Meeting
+from miles.run.place import Place
 from miles.run.plan import check_device
 from miles.run.prepare import RewardArgument, prepare
 from miles.run.recipes import Resolved
@@ -28,8 +30,9 @@ def train_here(
     rows: Iterable[Mapping[str, Any]] | None,
     reward: RewardArgument | None,
     environ: Mapping[str, str],
+    meeting: Meeting | None = None,
 ) -> int:
-    """The exit code. Raises MilesError."""
+    """The exit code. `meeting`: of a learner that does not collect. Raises MilesError."""
     recipe = resolved.recipe
     device = device_of(recipe, place)
     with said(view.message):
@@ -39,7 +42,16 @@ def train_here(
     log = run_dir / "logs" / f"{'main' if place is None else place.name}.log"
     with crew_of(place, device, environ) as crew:
         launcher = LocalLauncher(
-            recipe, resolved.row, inputs, run_dir, resume, view, crew, device, None if LIFELINE in environ else log
+            recipe,
+            resolved.row,
+            inputs,
+            run_dir,
+            resume,
+            view,
+            crew,
+            device,
+            None if LIFELINE in environ else log,
+            meeting,
         )
         try:
             code = launcher.launch()

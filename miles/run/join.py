@@ -8,8 +8,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,8 @@ import miles
 from miles.errors import BadInput
 from miles.learn.channel import PATIENCE, Channel
 from miles.run.crew import Crew
-from miles.run.place import LIFELINE, STORE, Place
+from miles.run.lifeline import hold_lifeline
+from miles.run.place import STORE, Place
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pydantic")
 """What the numbers of a run depend on, beside Miles."""
@@ -33,8 +32,7 @@ def crew_of(place: Place | None, device: torch.device, environ: Mapping[str, str
     if place is None:
         yield Crew(Channel())
         return
-    if LIFELINE in environ:
-        _hold(int(environ[LIFELINE]))
+    hold_lifeline(environ)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.FileStore(environ[STORE], place.size) if STORE in environ else None
@@ -77,13 +75,3 @@ def _compare(found: Sequence[Mapping[str, str]]) -> None:
                     f"the ranks do not run the same: {name} is {found[0][name]} on rank 0 and {facts.get(name)} on rank "
                     f"{rank}. Install the same packages and put the same files on every machine, then start again."
                 )
-
-
-def _hold(lifeline: int) -> None:
-    """End this process, and what it has started, when whoever started it is gone: nobody would ever stop it."""
-
-    def wait() -> None:
-        os.read(lifeline, 1)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="miles-lifeline", daemon=True).start()

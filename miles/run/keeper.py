@@ -53,6 +53,7 @@ class RunKeeper:
     interrupts: Interrupts
     writer: Writer
     saved_version: int = -1  # newest checkpoint on disk
+    tell_end: Callable[[], None] = lambda: None  # the run has ended well, and nothing more will be collected
     _step_started: float = field(default_factory=time.perf_counter)
     _told_short: set[str] = field(default_factory=set)
 
@@ -100,6 +101,7 @@ class RunKeeper:
         self._evaluate()
         self.save_checkpoint()
         self._export(FINAL)
+        self.tell_end()
 
     def abort(self, metrics: Mapping[str, float]) -> None:
         """Write down the step that training was aborted in, and its checkpoint: it is trained, if to no avail."""

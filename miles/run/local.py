@@ -44,7 +44,7 @@ from miles.observe.sinks import open_sinks
 from miles.protocols import ExperienceSink, Publisher
 from miles.rollout.evaluate import Evaluation, evaluation_metrics
 from miles.rollout.recorded import Recorded
-from miles.run.buffer import OpenBuffer, RunFacts, open_buffer
+from miles.run.buffer import OpenBuffer, RunFacts, join_buffer, open_buffer
 from miles.run.collecting import Collecting
 from miles.run.coroutines import Coroutines
 from miles.run.crew import Crew, Duty
@@ -55,10 +55,11 @@ from miles.run.join import check_alike, packages
 from miles.run.keeper import BEST, FINAL, RunKeeper
 from miles.run.led import LedKeeper, LedSource
 from miles.run.logs import logs_to, said
+from miles.run.meeting import Meeting
 from miles.run.place import Place
 from miles.run.prepare import Inputs
-from miles.run.resume import CHECKPOINTS, DATA, check_resumable, lost_rows, restore
-from miles.run.rundir import begin_run_dir, check_run_dir, fixed_hash, write_config
+from miles.run.resume import CHECKPOINTS, check_resumable, lost_rows, restore
+from miles.run.rundir import DATA, RECIPE, begin_run_dir, check_run_dir, fixed_hash, write_config
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class LocalLauncher:
     crew: Crew
     device: torch.device
     log: Path | None  # None: standard error, which whoever started this rank keeps
+    meeting: Meeting | None = None  # with the collectors, which are other processes. None: this one collects
 
     def launch(self) -> int:
         resumed = self.crew.agree(self._check)
@@ -114,7 +116,7 @@ class LocalLauncher:
             check_target(self.run_dir / name)
         if self.resume:
             with said(self.view.message):
-                found = check_resumable(self.run_dir, self.inputs.data_hash)
+                found = check_resumable(self.run_dir, self.inputs.data_hash, locked=self.meeting is not None)
         rehearse(self.recipe, self.row)
         return "" if found is None else str(found)
 
@@ -152,12 +154,12 @@ class LocalLauncher:
         saved = restore(Path(resumed), learner, identity, crew.channel.rank) if resumed else -1
         writer = Writer(self.run_dir / CHECKPOINTS, recipe.run.keep_checkpoints, Channel.open())
         with ExitStack() as stack:
-            rollouts = stack.enter_context(open_rollouts(recipe, inputs, model, learner, self.run_dir))
+            rollouts = stack.enter_context(open_rollouts(recipe, inputs, model, learner, self.run_dir, self._weights))
             loop = stack.enter_context(Coroutines(interrupts))
             collecting = Collecting(recipe, self.row, inputs, rollouts, learner.roles, loop)
             buffer, keeper = None, None
             if crew.leads:
-                buffer = stack.enter_context(self._buffer(model, collecting, identity))
+                buffer = stack.enter_context(self._buffer(model, collecting, identity, interrupts))
             crew.take_up(self._duties(learner, writer, collecting, buffer, identity))
             if buffer is not None:
                 keeper = stack.enter_context(
@@ -186,7 +188,7 @@ class LocalLauncher:
         }
 
     def _buffer(
-        self, model: PreTrainedModel, collecting: Collecting, identity: dict[str, Any]
+        self, model: PreTrainedModel, collecting: Collecting, identity: dict[str, Any], interrupts: Interrupts
     ) -> AbstractContextManager[OpenBuffer]:
         def collect(sink: ExperienceSink) -> None:
             if self._all_collect:
@@ -195,7 +197,13 @@ class LocalLauncher:
                 collecting.collect(sink)
 
         facts = RunFacts(self._settings(model), collecting.stream, identity)
+        if self.meeting is not None:
+            return join_buffer(self.meeting, self.run_dir, facts, interrupts.check, resume=self.resume)
         return open_buffer(self.recipe.buffer, self.run_dir, facts, collecting.run, collect, resume=self.resume)
+
+    @property
+    def _weights(self) -> Path | None:
+        return None if self.meeting is None else self.meeting.weights
 
     @property
     def _all_collect(self) -> bool:
@@ -228,6 +236,7 @@ class LocalLauncher:
                 interrupts,
                 writer,
                 saved,
+                buffer.end,
             )
 
     def _evaluate(self, collecting: Collecting) -> tuple[Mapping[str, float], Evaluation]:
@@ -242,7 +251,7 @@ class LocalLauncher:
         buffer.source.rewind(version, buffer.rewind)
         recorder.rewind(version)
         write_config(self.run_dir, self.recipe)
-        if version == 0:
+        if version == 0 and self.meeting is None:
             log.warning("%s has no checkpoint: the run starts again from the beginning", self.run_dir)
         if lost := lost_rows(self.run_dir, version):
             log.warning(lost)
@@ -263,7 +272,7 @@ class LocalLauncher:
     def _identity(self, start: Mapping[str, Any]) -> dict[str, Any]:
         scorer = self.inputs.reward_model
         return {
-            "recipe": fixed_hash(self.recipe),
+            RECIPE: fixed_hash(self.recipe),
             DATA: self.inputs.data_hash,
             "weights of model.name": start["weights_sha256"],
             **({"weights of reward.model": scorer.load(self.device)} if scorer is not None else {}),

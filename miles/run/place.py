@@ -10,8 +10,6 @@ from miles.errors import ConfigError
 
 STORE = "MILES_STORE"
 """A file that the ranks of one machine meet through; absent where they meet at MASTER_ADDR and MASTER_PORT."""
-LIFELINE = "MILES_LIFELINE"
-"""An open pipe: when its other end closes, whoever started the rank is gone."""
 
 
 @dataclass(frozen=True)

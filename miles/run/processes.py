@@ -22,7 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from miles.run.place import LIFELINE, STORE, Machines
+from miles.run.lifeline import LIFELINE
+from miles.run.place import STORE, Machines
 
 GRACE_S = 3.0
 """For ranks to end by themselves after another one has failed; then they are killed."""

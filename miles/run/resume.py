@@ -18,21 +18,21 @@ from miles.learn import checkpoint
 from miles.learn.learner import Learner
 from miles.learn.randomness import take_up
 from miles.observe.rows import METRICS_FILE, read_rows, step_rows, version_of
+from miles.run.rundir import DATA
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-DATA = "training rows"
-"""Key of the ledger's identity: the hash of the rows that the run trains on."""
 
 
-def check_resumable(run_dir: Path, data_hash: str) -> Path | None:
-    """The newest whole checkpoint, where there is one: what the run can go on from.
+def check_resumable(run_dir: Path, data_hash: str, *, locked: bool = False) -> Path | None:
+    """The newest whole checkpoint, where there is one: what the run can go on from. `locked`: a service holds the ledger.
 
     Raises RunDirError where another process runs here, the ledger is missing, or the training rows have changed, and
     CheckpointError where there are checkpoints and all of them are damaged.
     """
-    RunLock(run_dir).release()
+    if not locked:
+        RunLock(run_dir).release()
     _same_rows(run_dir, data_hash)
     checkpoints = run_dir / CHECKPOINTS
     if checkpoints.exists() and not checkpoints.is_dir():

@@ -18,11 +18,13 @@ from miles.config.toml import dump_toml
 from miles.errors import RunDirError
 
 CONFIG_FILE = "config.toml"
+RECIPE, DATA = "recipe", "training rows"
+"""Keys of a run's identity: `fixed_hash`, and the hash of the rows that the run trains on."""
 PART = CONFIG_FILE + ".part"
 FREE_SECTIONS = ("run", "log", "eval", "parallel")
 FREE_KEYS = (
     "algorithm.steps", "learner.tokens_per_microbatch", "buffer.url", "buffer.token_file", "buffer.ca_file",
-    "buffer.min_free_mb",
+    "buffer.min_free_mb", "publish.directory",
 )  # fmt: skip
 FIXED_KEYS = ("run.seed",)  # everything random follows from it
 FROM_PYTHON = ("data.source", "reward.functions")  # a run started from Python may have objects in their place

@@ -20,9 +20,10 @@ SHOWN = 12
 
 
 def train_on_ranks(
-    recipe: Recipe, run_dir: Path, resume: bool, say: Callable[[str], None], environ: Mapping[str, str] = os.environ
-) -> int:
-    """Train with one process for each rank of this machine; the exit code. Raises RankFailed.
+    recipe: Recipe, run_dir: Path, resume: bool, say: Callable[[str], None], environ: Mapping[str, str] = os.environ,
+    role: str = "train",
+) -> int:  # fmt: skip
+    """Run the command `role` in one process for each rank of this machine; the exit code. Raises RankFailed.
 
     After a death all ranks start again from the newest checkpoint, up to `run.restarts` times; what the recipe or the
     weights are to blame for (exit codes 2 and 3) would only happen again.
@@ -31,7 +32,7 @@ def train_on_ranks(
     with tempfile.TemporaryDirectory(prefix="miles-recipe-") as folder:
         resolved = Path(folder) / CONFIG_FILE
         resolved.write_text(dump_toml(recipe), encoding="utf-8")
-        command = [sys.executable, "-m", "miles", "train", str(resolved), "--run", str(run_dir)]
+        command = [sys.executable, "-m", "miles", role, str(resolved), "--run", str(run_dir)]
         for number in range(1, recipe.run.restarts + 2):
             outcome = ranks.run([*command, "--resume"] if resume else command)
             if outcome.cause is None:

@@ -1,4 +1,4 @@
-"""`miles train`, and the same from Python."""
+"""`miles train` and `miles learn`, and the first from Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from miles.errors import BadInput, ConfigError
 from miles.observe.live import LiveView
 from miles.observe.report import REPORT_FILE
 from miles.observe.rows import METRICS_FILE, read_rows
-from miles.run.place import LIFELINE, Place, check_place, mesh, world_size
+from miles.run.lifeline import LIFELINE
+from miles.run.meeting import Meeting
+from miles.run.place import Place, check_place, mesh, world_size
 from miles.run.recipes import inspect
 from miles.run.rundir import check_run_dir, default_run_dir
 
@@ -42,12 +44,17 @@ class TrainedRun:
         return self.run_dir / "final"
 
 
-def train_command(recipes: Sequence[Path], overrides: Mapping[str, Any], run_dir: Path | None, resume: bool) -> int:
-    """Train a recipe and say where report and model are. Returns the exit code."""
+def train_command(
+    recipes: Sequence[Path], overrides: Mapping[str, Any], run_dir: Path | None, resume: bool, collects: bool = True
+) -> int:
+    """Train a recipe and say where report and model are. Returns the exit code.
+
+    `collects` False: only learn, from what collectors elsewhere put into the buffer.
+    """
     if resume and run_dir is None:
         raise BadInput("--resume needs --run DIR: the folder of the run that is to go on")
     started = time.perf_counter()
-    run = start_run(recipes, overrides, run_dir, resume)
+    run = start_run(recipes, overrides, run_dir, resume, collects=collects)
     place = Place.of(os.environ)
     if LIFELINE in os.environ or (place is not None and place.rank > 0):
         return run.exit_code  # whoever started the ranks says the rest
@@ -68,11 +75,13 @@ def start_run(
     reward: RewardArgument | None = None,
     env: Mapping[str, str] = os.environ,
     overrides_from: str = COMMAND_LINE,
+    collects: bool = True,
 ) -> TrainedRun:
     """Resolve the recipe, check everything that can be checked without weights, train, and write the report."""
     here = Path.cwd()  # the user's own code may go elsewhere, as soon as it is imported
     resolved = inspect(recipes, overrides, env, given=_given(rows, reward), overrides_from=overrides_from)
     recipe, place = resolved.recipe, Place.of(env)
+    meeting = None if collects else Meeting.of(recipe, env)
     target = here / (run_dir or default_run_dir(recipes[0].stem if recipes else recipe.algorithm.name))
     if place is not None:
         check_place(place, recipe)
@@ -86,10 +95,12 @@ def start_run(
         _check_sendable(recipe, rows, reward)
         from miles.run.together import train_on_ranks
 
-        return TrainedRun(target, train_on_ranks(recipe, target, resume, view.message, env))
+        return TrainedRun(
+            target, train_on_ranks(recipe, target, resume, view.message, env, "train" if collects else "learn")
+        )
     from miles.run.here import train_here
 
-    return TrainedRun(target, train_here(resolved, target, resume, view, place, rows, reward, env))
+    return TrainedRun(target, train_here(resolved, target, resume, view, place, rows, reward, env, meeting))
 
 
 def _from_here(path: Path) -> Path:
