@@ -294,6 +294,11 @@ def _without_effect(row: AlgorithmRow, recipe: Recipe) -> list[str]:
             f"algorithm.value_ref = {algorithm.value_ref:g} has no effect with {row.name}, which has no critic: leave it out, or "
             "choose ppo or vapo."
         )
+    if recipe.learner.critic_model is not None and not row.has_critic:
+        found.append(
+            f"learner.critic_model = {recipe.learner.critic_model} has no effect with {row.name}, which has no critic: leave it out, "
+            "or choose ppo or vapo."
+        )
     if algorithm.critic_warmup and not row.has_critic:
         found.append(
             f"algorithm.critic_warmup = {algorithm.critic_warmup} has no effect with {row.name}, which has no critic: leave "
@@ -304,6 +309,14 @@ def _without_effect(row: AlgorithmRow, recipe: Recipe) -> list[str]:
 
 def _rewards(row: AlgorithmRow, recipe: Recipe) -> list[str]:
     reward, tokens, found = recipe.reward, recipe.rollout.max_new_tokens, []
+    if reward.model is not None and reward.model_place == "learner" and (row.drop_equal_rewards or row.greedy_baseline):
+        needs = (
+            "drops groups by their rewards" if row.drop_equal_rewards else "scores a greedy answer beside each group"
+        )
+        found.append(
+            f'reward.model_place = "learner" does not fit {row.name}, which {needs} while collecting, before the learner has '
+            'scored them: leave it at "collecting", or choose grpo or ppo.'
+        )
     if reward.overlong and reward.overlong_buffer is not None and not 0 < reward.overlong_buffer <= tokens:
         found.append(
             f"reward.overlong_buffer = {reward.overlong_buffer} must lie in 1..{tokens} (rollout.max_new_tokens): it is the "

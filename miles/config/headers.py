@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles.config.adapters import adapter_problems, whole_scorers
 from miles.config.names import (
     PACKAGED_MODELS,
     TINY_FAMILIES,
@@ -49,8 +50,9 @@ def read_headers(
     headers = Headers()
     if recipe.model.name and "model.name" not in given:
         _model(recipe, headers, scorer)
-    if recipe.reward.model is not None:
-        headers.problems += _reward_model(Path(recipe.reward.model).expanduser(), recipe.reward.model)
+    headers.problems += adapter_problems(recipe)
+    for key, name in whole_scorers(recipe):
+        headers.problems += _scorer(key, name)
     if "reward.functions" not in given:
         for function in recipe.reward.functions:
             headers.problems += reference_problems("reward.functions", function, known_rewards)
@@ -59,8 +61,8 @@ def read_headers(
     return headers
 
 
-def _reward_model(folder: Path, name: str) -> Iterator[str]:
-    where = f"reward.model = {name}"
+def _scorer(key: str, name: str) -> Iterator[str]:
+    where, folder = f"{key} = {name}", Path(name).expanduser()
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -132,6 +132,16 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
     lora = recipe.lora
     if lora.rank is not None and not lora.targets:
         yield 'lora.targets is empty, so that nothing would be trained: name layers, or leave it out for ["all-linear"].'
+    if lora.path is not None and lora.rank is None:
+        yield f"lora.path = {lora.path} needs lora.rank, the rank of that adapter: set it, or leave lora.path out."
+    if recipe.reward.model_place == "learner":
+        if recipe.reward.model is None:
+            yield 'reward.model_place = "learner" needs reward.model: name the reward model, or leave reward.model_place out.'
+        elif lora.rank is None:
+            yield (
+                'reward.model_place = "learner" puts the reward model on the frozen base of adapters, and lora.rank is not set: set '
+                "lora.rank, or leave reward.model_place out, so that it scores with weights of its own."
+            )
 
 
 def _ranks(recipe: Recipe) -> Iterator[str]:

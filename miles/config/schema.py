@@ -68,6 +68,8 @@ class Reward(Section):
     """Folder of a reward model, as `algorithm.name = "reward_model"` writes it or any other sequence classifier with one label; its score is a part of the reward. None: no reward model."""
     model_weight: float = 1.0
     """Weight of the reward model's score."""
+    model_place: Literal["collecting", "learner"] = "collecting"
+    """Where the reward model scores: a model of its own while answers are collected, or a frozen adapter and head on the learner's base (`lora.rank`), in the learner's score pass."""
     truncated: Literal["keep", "mask", "value"] = "keep"
     """Samples cut by the token limit: keep their reward, mask them out of the loss, or give them `truncated_value`."""
     truncated_value: float = 0.0
@@ -228,6 +230,8 @@ class Learner(Section):
     """Of the actor, at its peak."""
     critic_learning_rate: NonNegativeFloat | None = None
     """Of the critic. None: 5 * `learning_rate`."""
+    critic_model: str | None = None
+    """Folder of a reward model that Miles saved, with which critic and reference critic start. None: the policy's own weights and a head of zeros."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Of the learning rate after the warm-up, counted in updates."""
     min_learning_rate_ratio: UnitFloat = 0.0
@@ -271,6 +275,8 @@ class Lora(Section):
     """Linear layers with an adapter, by the last part of their names such as `q_proj`; `all-linear`: every one of the blocks."""
     critic: Literal["adapter", "full"] = "adapter"
     """The critic: an adapter and a value head on the same base, or full weights of its own."""
+    path: str | None = None
+    """Folder of an adapter (peft's format) of this rank, alpha and base, from which training goes on; the reference is that adapter, frozen. None: a new adapter, which changes nothing yet."""
 
 
 class Parallel(Section):

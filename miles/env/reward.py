@@ -60,17 +60,20 @@ class Rewards:
         prompt_column: str = "prompt",
         source: str = "the data",
         environment_scores: bool = False,
+        more_later: bool = False,
     ) -> None:
+        """more_later: the learner adds a score of its own, so a reward without any part is 0 until then."""
         self.functions = tuple(functions)
         self._caller = Caller(workers, timeout_s)
         self._prompt_column = prompt_column
         self._source = source
         self._environment_scores = environment_scores
+        self._more_later = more_later
 
     @property
     def full(self) -> float | None:
         """The reward of a sample whose every part is 1: what counts as solved in pass@k. None: a score without a bound."""
-        if any(f.unbounded for f in self.functions):
+        if self._more_later or any(f.unbounded for f in self.functions):
             return None
         return sum(f.weight for f in self.functions if f.weight > 0) + (1.0 if self._environment_scores else 0.0)
 
@@ -105,7 +108,7 @@ class Rewards:
             weighted.append((function.weight, part.score))
             parts[function.name] = part.score
             parts.update({f"{function.name}/{key}": value for key, value in part.others.items()})
-        if not weighted:
+        if not weighted and not self._more_later:
             raise RewardError(
                 f"nothing scores row {index} of {self._source}: no reward function is set and the environment gave none;"
                 " set reward.functions"
@@ -206,20 +209,22 @@ def build_rewards(
     functions: Sequence[Callable[..., Any] | str] | Callable[..., Any] | str | None = None,
     model: Callable[..., Any] | None = None,
     environment_scores: bool = False,
+    more_later: bool = False,
     prompt_column: str = "prompt",
     source: str = "the data",
 ) -> Rewards:
     """Rewards from Python (`functions`), else `reward.functions`, else the task's own. Raises ConfigError.
 
-    `model`: the reward model of `reward.model`, beside the functions or in place of the task's. `environment_scores`: the
-    environment gives a part of its own, so no function is needed.
+    `model`: the reward model of `reward.model`, beside the functions or in place of the task's; `more_later`: the learner is
+    going to score with it. `environment_scores`: the environment gives a part of its own, so no function is needed.
     """
+    modelled = model is not None or more_later
     chosen: Sequence[Callable[..., Any] | str] = section.functions
     if functions is not None:
         chosen = functions if isinstance(functions, list | tuple) else [functions]
-    elif not chosen and model is None and task is not None and task.reward is not None:
+    elif not chosen and not modelled and task is not None and task.reward is not None:
         chosen = [task.reward]
-    if not chosen and model is None and not environment_scores:
+    if not chosen and not modelled and not environment_scores:
         raise ConfigError(
             "reward.functions is empty and neither a task nor an environment brings a reward: name a function of"
             f" {', '.join(LIBRARY)} or path/to/file.py:function"
@@ -243,6 +248,7 @@ def build_rewards(
         prompt_column=prompt_column,
         source=source,
         environment_scores=environment_scores,
+        more_later=more_later,
     )
 
 

@@ -157,10 +157,13 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str
 def merged_weights(model: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
     """Every weight, whole, under the name that it has without adapters; float32 W + (alpha / rank) * B A where there is one.
 
-    On several ranks all of them iterate together.
+    On several ranks all of them iterate together. The layers are those that stand there when this is called.
     """
-    layers = layers_of(model)
-    for key, tensor in weights_of(model).items():
+    return _merged(layers_of(model), weights_of(model), name)
+
+
+def _merged(layers: Mapping[str, LoRALinear], weights: Mapping[str, Tensor], name: str) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in weights.items():
         if _adapter_of(key) is not None:
             continue
         path, _, kind = key.rpartition(BASE)
@@ -209,15 +212,15 @@ def peft_tensors(model: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
             yield f"base_model.model.{path}.{kind}.weight", whole(part[name].weight.detach())
 
 
-def peft_config(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    """What `adapter_config.json` holds beside the tensors."""
+def peft_config(model: PreTrainedModel, name: str, head: str | None = None) -> dict[str, Any]:
+    """What `adapter_config.json` holds beside the tensors; head: of a scorer, whose weights stand among them."""
     layers = layers_of(model)
     first = next(iter(layers.values()))
     rank = first.A[name].out_features
     alpha = first.scale * rank
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if head is None else "SEQ_CLS",
         "base_model_name_or_path": model.config.name_or_path,
         "revision": getattr(model.config, "_commit_hash", None),
         "r": rank,
@@ -227,6 +230,7 @@ def peft_config(model: PreTrainedModel, name: str) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "use_rslora": False,
         "inference_mode": True,
+        **({} if head is None else {"modules_to_save": [head]}),
     }
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +14,20 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from miles.config.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INSIDE, MARKER
+from miles.config.adapters import HEAD as SAVED_HEAD
 from miles.config.names import is_text
 from miles.errors import BadInput, CheckpointError
 from miles.learn import folders
 from miles.learn.adapters import detach, layers_of, merged_weights, peft_config, peft_tensors
 from miles.learn.critic import whole_weights
+from miles.learn.parallel import whole
 from miles.learn.quiet import quiet
+from miles.learn.scorer import HEAD, scorer_head
+from miles.learn.weightfiles import write_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-MARKER = "miles_export.json"
 
 
 def export(
@@ -33,16 +35,18 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     *,
-    weights: Mapping[str, Tensor] | None = None,
+    weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: str = "5GB",
     facts: Mapping[str, Any] | None = None,
+    beside: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write weights, config, generation config, tokenizer and chat template to `directory` and return it.
 
     `weights` (names of `model.state_dict()`, tied ones under any of their names) replaces the model's own, for masters
-    that live elsewhere. Floating-point tensors become `dtype`; None: as they are. Larger models are split into files of
-    `max_shard_size`. `facts` (JSON) goes into the marker, see `read_marker`. The live model, its config and the
+    that live elsewhere; pairs are taken one after the other, and what is taken is let go with each file. Floating-point
+    tensors become `dtype`; None: as they are. Larger models are split into files of `max_shard_size`. `facts` (JSON) goes
+    into the marker, see `read_marker`; `beside` writes further files into the folder. The live model, its config and the
     tokenizer are not changed.
 
     A folder that stands there is replaced only when Miles exported it and nothing in it has changed since; otherwise
@@ -51,8 +55,10 @@ def export(
     directory = Path(directory)
 
     def write(folder: Path) -> None:
-        _save_weights(model, weights, dtype, max_shard_size, folder)
+        write_model(model, weights, dtype, max_shard_size, folder)
         _save_generation_config(model, folder)
+        if beside is not None:
+            beside(folder)
 
     return _publish(directory, tokenizer, facts, write)
 
@@ -72,12 +78,7 @@ def export_adapter(
     """
     directory = Path(directory)
     found = dict(peft_tensors(model, name)) if tensors is None else dict(tensors)
-
-    def write(folder: Path) -> None:
-        save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        folders.write_json(folder / "adapter_config.json", peft_config(model, name))
-
-    return _publish(directory, tokenizer, facts, write)
+    return _publish(directory, tokenizer, facts, _adapter_writer(found, peft_config(model, name)))
 
 
 def save_trained(
@@ -90,27 +91,70 @@ def save_trained(
 ) -> None:
     """What was trained: the adapter where there is one, else the whole model.
 
-    A scorer's adapter is added to its base, so that everything that reads sequence classifiers reads it. On several ranks
-    all of them call this, and put one tensor after the other together; the one that `writes` keeps them in host memory and
-    writes the folder.
+    A scorer's adapter is added to its base, so that everything that reads sequence classifiers reads it; the adapter and the
+    head alone stand beside it, for runs on the same base. On several ranks all of them call this, and put one tensor after the
+    other together; the one that `writes` keeps what goes into one file in host memory.
     """
     layers = layers_of(model)
-    adapter = bool(layers) and model.can_generate()
-    tensors = (
-        peft_tensors(model, "actor") if adapter else merged_weights(model, "actor") if layers else whole_weights(model)
-    )
-    kept = {name: tensor.cpu() for name, tensor in tensors if writes}
-    if not writes:
+    adapter = {name: tensor.cpu() for name, tensor in _adapter_tensors(model, layers) if writes}
+    if layers and model.can_generate():
+        if writes:
+            export_adapter(model, tokenizer, directory, tensors=adapter, facts=facts)
         return
-    if adapter:
-        export_adapter(model, tokenizer, directory, tensors=kept, facts=facts)
-        return
+    weights = iter(merged_weights(model, "actor") if layers else whole_weights(model))
+    try:
+        if writes:
+            beside = _scorer_adapter(adapter, peft_config(model, "actor", HEAD)) if layers else None
+            _export_plain(model, tokenizer, directory, weights, facts, beside)
+    finally:
+        for _ in weights:  # the other ranks go on to the end, also where writing has failed
+            pass
+
+
+def _export_plain(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    facts: Mapping[str, Any],
+    beside: Callable[[Path], None] | None,
+) -> None:
+    """Exports the model without its adapters, which come back afterwards."""
+    layers = layers_of(model)
     detach(model)
     try:
-        export(model, tokenizer, directory, weights=kept, facts=facts)
+        export(model, tokenizer, directory, weights=weights, facts=facts, beside=beside)
     finally:
         for path, layer in layers.items():
             model.set_submodule(path, layer)
+
+
+def _adapter_tensors(model: PreTrainedModel, layers: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+    """Under peft's names; of a scorer with its head. Nothing where there are no adapters."""
+    if not layers:
+        return
+    yield from peft_tensors(model, "actor")
+    if not model.can_generate():
+        yield SAVED_HEAD, whole(scorer_head(model).weight.detach())
+
+
+def _adapter_writer(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        save_file(dict(tensors), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        folders.write_json(folder / ADAPTER_CONFIG, config)
+
+    return write
+
+
+def _scorer_adapter(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Callable[[Path], None]:
+    """Writes a scorer's adapter into a folder inside of the scorer's."""
+
+    def write(folder: Path) -> None:
+        inside = folder / INSIDE
+        inside.mkdir()
+        _adapter_writer(tensors, config)(inside)
+
+    return write
 
 
 def _publish(
@@ -168,43 +212,6 @@ def check_target(directory: Path) -> None:
     else:
         problem = "it is there already and is not an export of Miles"
     raise BadInput(f"cannot export to {directory}: {problem}. Choose another folder, or move this one away.")
-
-
-def _save_weights(
-    model: PreTrainedModel,
-    weights: Mapping[str, Tensor] | None,
-    dtype: torch.dtype | None,
-    max_shard_size: str,
-    folder: Path,
-) -> None:
-    # transformers undoes its own renamings and fusions of weights, and drops tied copies, while it saves. It also
-    # writes into the config and refuses generation configs that it accepted when it loaded them, so it gets a shell
-    # around the same parameters with a config of its own.
-    shell = copy.copy(model)
-    shell.config = copy.deepcopy(model.config)
-    if model.can_generate():
-        shell.generation_config = type(model.generation_config)()
-    state = _complete(model, weights)
-    if dtype is not None:
-        cast = {id(tensor): tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in state.values()}
-        state = {name: cast[id(tensor)] for name, tensor in state.items()}
-    shell.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
-    if dtype is not None:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        folders.write_json(folder / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
-
-
-def _complete(model: PreTrainedModel, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """The state to save, by the model's own names; a tied tensor is one tensor under all of its names."""
-    own = model.state_dict(keep_vars=True)
-    if weights is None:
-        weights = own
-    if unknown := sorted(set(weights) - set(own)):
-        raise ValueError(f"weights has {unknown[0]!r}, which {type(model).__name__} does not have")
-    given = {id(own[name]): tensor.detach() for name, tensor in weights.items()}
-    if missing := [name for name, tensor in own.items() if id(tensor) not in given]:
-        raise ValueError(f"weights lacks {missing[0]!r} of {type(model).__name__}")
-    return {name: given[id(tensor)] for name, tensor in own.items()}
 
 
 def _save_generation_config(model: PreTrainedModel, folder: Path) -> None:

@@ -21,6 +21,7 @@ from miles.learn.blocks import Blocks, blocks_of
 from miles.learn.critic import whole_weights
 from miles.learn.forward import Compute
 from miles.learn.gauges import VisibleFraction
+from miles.learn.judge import reading, with_scores
 from miles.learn.model import Role, build_roles
 from miles.learn.optim import Optimizer, Schedule, Stepped, matching
 from miles.learn.pack import empty_batch, move, pack
@@ -73,6 +74,7 @@ class Learner:
         self.canary_ids: Sequence[int] | None = None  # scored at each version, for engines to be compared with
         self.objective = Objective.build(recipe) if objective is None else objective
         self.beta = self.objective.beta
+        self.judged: Sequence[Group] = ()  # of the step that was scored last
         self.compute = Compute.of(recipe, self.model)
         if not self.objective.row.scorer:
             check_head(self.model)
@@ -85,6 +87,7 @@ class Learner:
             self.roles.shard(self.ranks.mesh)
         if weights is not None:
             self.roles.fill(weights, self.device)
+        self.roles.begin()
         steps = recipe.algorithm.steps if total_steps is None else total_steps
         self._updates_per_step = recipe.learner.epochs * recipe.learner.minibatches
         total = None if steps is None else steps * self._updates_per_step
@@ -107,7 +110,13 @@ class Learner:
         return build_step(groups, self.version, recipe.reward, recipe.rollout.max_new_tokens)
 
     def score(self, step: Step) -> Signal:
-        """The forwards that the algorithm asks for, without gradient; then credit and advantage over the whole step."""
+        """The forwards that the algorithm asks for, without gradient; then credit and advantage over the whole step.
+
+        Where the reward model is a role of the learner's it scores first; `judged` holds the step's groups with its scores then.
+        """
+        if self.judges:
+            self.judged = self.judge(step.groups)
+            step = build_step(self.judged, step.version, self.recipe.reward, self.recipe.rollout.max_new_tokens)
         old = self.logprobs(step) if self.objective.needs_old else None
         ref = self.logprobs(step, "ref") if "ref" in self.roles.names else None
         values, ref_values = (
@@ -115,6 +124,19 @@ class Learner:
             for role in ("critic", "ref_critic")
         )
         return self.objective.signal(move(step.table, self.device), old, ref, values, ref_values, beta=self.beta)
+
+    @property
+    def judges(self) -> bool:
+        """Whether the reward model is one of the roles: groups come without its score."""
+        return "reward_model" in self.roles.names
+
+    def judge(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with the reward model's scores in their rewards. Raises RewardError."""
+        read = reading(groups, self.version)
+        if not len(read.samples):
+            return list(groups)
+        scores = self._scored(read, partial(self.roles.values, "reward_model"))
+        return with_scores(groups, scores.tolist(), self.recipe.reward.model_weight)
 
     def logprobs(self, step: Step, role: Role = "actor") -> Tensor:
         """[N] float32, of the policy as it is now, at the sampling temperature, in the order of the step's table."""

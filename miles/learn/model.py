@@ -5,6 +5,7 @@
     ref            the frozen reference                       log-probabilities
     critic         a value for each trained token             values
     ref_critic     the critic as the run began                values
+    reward_model   a frozen scorer, on one base only          values, of which the one after the last token is read
 
 Every forward goes through the forward of a root, one `nn.Module` that holds all the weights it reads, so that what hangs
 on modules (gathered shards, compiled blocks, recomputation) is at work in it.
@@ -23,6 +24,7 @@ from miles.learn.critic import Critic, frozen_copy, load_weights, token_values, 
 from miles.learn.forward import Compute, policy_logprobs
 from miles.learn.onebase import AdapterRoles
 from miles.learn.parallel import parallelize
+from miles.learn.saved import load_critic, saved_critic
 from miles.learn.scorer import scorer_head
 from miles.learn.stream import fill, fill_critic, with_memory
 from miles.types import Batch
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from miles.config.schema import Recipe
     from miles.learn.shards import Stored
 
-Role = Literal["actor", "critic", "ref", "ref_critic"]
+Role = Literal["actor", "critic", "ref", "ref_critic", "reward_model"]
 
 
 class Roles(Protocol):
@@ -68,7 +70,7 @@ class Roles(Protocol):
         ...
 
     def values(self, role: Role, batch: Batch) -> Tensor:
-        """[T] float32 of critic or ref_critic; see `critic.token_values`."""
+        """[T] float32 of critic, ref_critic or reward_model; see `critic.token_values`."""
         ...
 
     def trained(self, role: Role) -> dict[str, nn.Parameter]:
@@ -81,6 +83,10 @@ class Roles(Protocol):
 
     def fill(self, weights: Mapping[str, Stored], device: torch.device) -> None:
         """Gives models without memory theirs, and each rank's part of the weights they start from."""
+        ...
+
+    def begin(self) -> None:
+        """Reads what the recipe's roles start from out of their folders, each rank its part. Raises ModelError."""
         ...
 
     def renew_reference(self) -> None:
@@ -130,6 +136,7 @@ class SeparateModels:
         self._compute = compute
         self._offload = recipe.parallel.offload_reference
         self._reference_moves = recipe.algorithm.ref_update_every is not None
+        self._saved_critic = saved_critic(recipe)
         root = Scorer if objective.row.scorer else Policy
         self.policies: dict[Role, Policy | Scorer] = {"actor": root(model)}
         self.critics: dict[Role, Critic] = {}
@@ -178,6 +185,11 @@ class SeparateModels:
             fill(policy.model, weights)
         for critic in self.critics.values():
             fill_critic(critic, self.actor, weights, device)
+
+    def begin(self) -> None:
+        if self._saved_critic is not None:
+            for critic in self.critics.values():
+                load_critic(critic, self.actor.base_model_prefix, self._saved_critic)
 
     def renew_reference(self) -> None:
         load_weights(self.policies["ref"].model, weights_of(self.actor))

@@ -1,7 +1,9 @@
 """The roles of LoRA: one frozen base, on which an adapter is switched on for each forward and nothing is copied.
 
-actor       its adapter                     ref         no adapter: the base, bit for bit (a frozen adapter where it moves)
-critic      its adapter and a value head    ref_critic  a frozen adapter and value head
+actor       its adapter                     ref           no adapter: the base, bit for bit; a frozen adapter where it moves, or
+                                                          where the actor starts from an adapter that was trained before
+critic      its adapter and a value head    ref_critic    a frozen adapter and value head
+                                            reward_model  a frozen adapter and head
 
 A scorer is an actor with a head: the sequence classifier's own, which is trained beside the adapter.
 """
@@ -19,6 +21,7 @@ from miles.learn.adapters import adapter_parameters, attach, copy_adapter, load_
 from miles.learn.critic import Critic, frozen_copy, load_weights, token_values, value_head, weights_of, zero
 from miles.learn.forward import Compute, policy_logprobs
 from miles.learn.parallel import parallelize
+from miles.learn.saved import load_adapter, load_critic, saved_adapters, saved_critic
 from miles.learn.scorer import scorer_head
 from miles.learn.stream import fill, fill_critic, with_memory
 from miles.types import Batch
@@ -31,6 +34,18 @@ if TYPE_CHECKING:
     from miles.config.schema import Recipe
     from miles.learn.model import Role
     from miles.learn.shards import Stored
+
+
+def role_names(recipe: Recipe, objective: Objective) -> tuple[Role, ...]:
+    """The roles that a run on one base has."""
+    judged = recipe.reward.model is not None and recipe.reward.model_place == "learner"
+    return (
+        "actor",
+        *(("ref",) if objective.needs_ref else ()),
+        *(("critic",) if objective.needs_critic else ()),
+        *(("ref_critic",) if objective.needs_ref_values else ()),
+        *(("reward_model",) if judged else ()),
+    )
 
 
 class OneBase(nn.Module):
@@ -56,20 +71,18 @@ class AdapterRoles:
         self.actor = model
         self._compute = compute
         self._reference_moves = objective.needs_ref and recipe.algorithm.ref_update_every is not None
-        self.names: tuple[Role, ...] = (
-            "actor",
-            *(("ref",) if objective.needs_ref else ()),
-            *(("critic",) if objective.needs_critic else ()),
-            *(("ref_critic",) if objective.needs_ref_values else ()),
-        )
+        self._own_reference = self._reference_moves or (objective.needs_ref and recipe.lora.path is not None)
+        self.names = role_names(recipe, objective)
         critics = [role for role in self.names if role in ("critic", "ref_critic")]
         self._full: dict[Role, Critic] = {}  # critics with weights of their own
         if recipe.lora.critic == "full":
             self._full = {
                 role: frozen_copy(Critic(model)) if role == "ref_critic" else Critic(model) for role in critics
             }
-            critics = []
-        self._adapters = ["actor", *critics, *(["ref"] if self._reference_moves else [])]
+        with_heads = [role for role in (*critics, "reward_model") if role in self.names and role not in self._full]
+        self._adapters: list[Role] = ["actor", *with_heads, *(["ref"] if self._own_reference else [])]
+        self._saved = {role: saved for role, saved in saved_adapters(recipe).items() if role in self._adapters}
+        self._saved_critic = saved_critic(recipe) if self._full else None
         if compute.dtype is not torch.float32:
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(compute.dtype)
@@ -77,14 +90,13 @@ class AdapterRoles:
         self._stored_type = replace(compute, dtype=torch.float32)
         self._seed = recipe.run.seed
         self._switch = attach(model, self._adapters, recipe.lora, self._seed)
-        heads = {role: value_head(model) for role in critics}
+        heads = {role: value_head(model) for role in with_heads}
         if objective.row.scorer:
             heads["actor"] = scorer_head(model).requires_grad_(True)
         self.root = OneBase(model, heads)
-        for role in ("ref", "ref_critic"):
+        for role in ("ref", "ref_critic", "reward_model"):
             for parameter in self.trained(role).values():
                 parameter.requires_grad_(False)
-        self._begin()
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
@@ -97,7 +109,7 @@ class AdapterRoles:
     def logprobs(
         self, role: Role, batch: Batch, with_entropy: bool = True, temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        self._switch.adapter = role if role == "actor" or self._reference_moves else None
+        self._switch.adapter = role if role == "actor" or self._own_reference else None
         head = role if role in self.root.heads else None
         return self.root(batch, self._stored_type.at(temperature), head, with_entropy)
 
@@ -123,19 +135,25 @@ class AdapterRoles:
     def fill(self, weights: Mapping[str, Stored], device: torch.device) -> None:
         with_memory(self.root, self.actor, device)
         fill(self.actor, weights, name_in_base)
-        for role in ("critic", "ref_critic"):
-            if role in self.root.heads:
+        for role in self._adapters:
+            start(self.actor, role, self._seed)
+            if role in self.root.heads and role != "actor":
                 zero(self.root.heads[role])
-        self._begin()
         for critic in self._full.values():
             fill_critic(critic, self.actor, weights, device)
 
-    def _begin(self) -> None:
-        """Adapters as the run starts from them; what is a reference is equal to its role."""
-        for name in self._adapters:
-            start(self.actor, name, self._seed)
+    def begin(self) -> None:
+        for role, saved in self._saved.items():
+            head = self.root.heads[role] if role != "actor" else None
+            load_adapter(self.actor, role, head, saved)
+        if self._saved_critic is not None:
+            for critic in self._full.values():
+                load_critic(critic, self.actor.base_model_prefix, self._saved_critic)
+        if self._own_reference:
+            copy_adapter(self.actor, "actor", "ref")
         if "ref_critic" in self._adapters:
             copy_adapter(self.actor, "critic", "ref_critic")
+            load_weights(self.root.heads["ref_critic"], weights_of(self.root.heads["critic"]))
 
     def renew_reference(self) -> None:
         copy_adapter(self.actor, "actor", "ref")

@@ -43,6 +43,7 @@ class Step:
     segments: tuple[tuple[TrainedSegment, ...], ...]  # S
     num_groups: int  # of the manifest
     version: int  # the learner's, before the step
+    groups: tuple[Group, ...]  # what it was made of
 
     @property
     def samples(self) -> range:
@@ -71,7 +72,7 @@ def build_step(groups: Sequence[Group], version: int, reward: Reward, max_new_to
             segments.append(_segments(sample, len(rows), len(behavior), group.ordinal))
             behavior += [p for s in sample.segments for p, m in zip(s.behavior_logprobs, s.loss_mask, strict=True) if m]
             rows.append((index, value, sample.reward, baseline, sample.truncated, sample.extras.get("margin", 0.0)))
-    return Step(_table(rows, segments, behavior), tuple(segments), len(groups), version)
+    return Step(_table(rows, segments, behavior), tuple(segments), len(groups), version, tuple(groups))
 
 
 def minibatches(seed: int, version: int, epoch: int, groups: int, parts: int) -> list[list[int]]:

@@ -30,7 +30,7 @@ def stored_weights(model: PreTrainedModel, file: Callable[[str], Path | None], n
     file: path of one of the model's files, None where it has none of that name. name: of the model, for messages. Raises
     ModelError where a weight is missing, or stored under another name or in another shape than the model's.
     """
-    found = {stored.name: stored for path in _files(file, name) for stored in _headers(path)}
+    found = {stored.name: stored for path in weight_files(file, f"model.name = {name!r}") for stored in stored_in(path)}
     for key, tensor in weights_of(model).items():
         if key not in found or found[key].shape != tensor.shape:
             stored = f"in the shape {tuple(found[key].shape)}" if key in found else "under no such name"
@@ -87,16 +87,18 @@ def _fill_buffers(model: PreTrainedModel) -> None:
             )
 
 
-def _files(file: Callable[[str], Path | None], name: str) -> list[Path]:
+def weight_files(file: Callable[[str], Path | None], place: str) -> list[Path]:
+    """The safetensors files of a folder; file: as in `stored_weights`, place: the key and its value. Raises ModelError."""
     index = file(INDEX)
     names = [SINGLE] if index is None else sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     paths = {each: file(each) for each in names}
     if missing := [each for each, path in paths.items() if path is None]:
-        raise ModelError(f"model.name = {name!r} has no file {missing[0]}: complete the folder, or name another model.")
+        raise ModelError(f"{place} has no file {missing[0]}: complete the folder, or name another one.")
     return [path for path in paths.values() if path is not None]
 
 
-def _headers(path: Path) -> Iterator[Stored]:
+def stored_in(path: Path) -> Iterator[Stored]:
+    """What a safetensors file holds, from its header."""
     with safe_open(path, "pt") as file:
         for key in file.keys():  # noqa: SIM118
             part = file.get_slice(key)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from miles.errors import MilesError, RunDirError
-from miles.observe.rows import METRICS_FILE, SAMPLES_FILE, is_eval, parse_row, read_rows, version_of
+from miles.observe.rows import METRICS_FILE, SAMPLES_FILE, SCORES_FILE, is_eval, parse_row, read_rows, version_of
 from miles.protocols import MetricsSink
-from miles.types import Group
+from miles.types import Group, Sample
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +105,19 @@ class Recorder:
         _append(self.run_dir / SAMPLES_FILE, lines)
         self._followed |= {group.row for group in shown}
 
+    def scores(self, step: int, groups: Sequence[Group]) -> None:
+        """Write the rewards of a step that the ledger does not hold, of all its groups in the order of the manifest: those whose
+        reward model is a role of the learner's. Nothing where there are none."""
+        rewards = {str(group.ordinal): [_finite(reward) for reward in group.rewards] for group in groups}
+        parts = {str(group.ordinal): [_parts(sample) for sample in group.samples] for group in groups}
+        _append(self.run_dir / SCORES_FILE, [{"step": step, "rewards": rewards, "parts": parts}] if groups else [])
+
     def rewind(self, version: int) -> None:
         """Remove every row above `version`, atomically, so that a resumed run's files equal the unbroken run's.
 
         A half-written last line goes too. Raises RunDirError when another line is damaged: nothing is removed then.
         """
-        for name in (METRICS_FILE, SAMPLES_FILE):
+        for name in (METRICS_FILE, SAMPLES_FILE, SCORES_FILE):
             _keep_rows(self.run_dir / name, version)
         self._spans.clear()
         self._load()
@@ -168,13 +175,17 @@ def _as_text(group: Group, reason: str | None) -> dict[str, Any]:
             {
                 "text": sample.text,
                 "reward": _finite(sample.reward),
-                "parts": {name: _finite(value) for name, value in sample.reward_parts.items()},
+                "parts": _parts(sample),
                 "tokens": sample.num_trained,
                 "stop_reason": sample.stop_reason,
             }
             for sample in group.samples
         ],
     }
+
+
+def _parts(sample: Sample) -> dict[str, float | None]:
+    return {name: _finite(value) for name, value in sample.reward_parts.items()}
 
 
 def _finite(value: float | None) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+SCORES_FILE = "scores.jsonl"
 
 LARGEST = 1e290
 """A number beyond this is no measurement, and a sum or difference of a few such would overflow where it is drawn."""

@@ -100,7 +100,7 @@ class PlannedStep:
     def _scorings(self) -> Iterator[tuple[str, Callable[[Batch], Any]]]:
         """Every forward without gradient: the name of its pass, and the forward."""
         for role in self.roles.names:
-            if role in ("critic", "ref_critic"):
+            if role in ("critic", "ref_critic", "reward_model"):
                 yield f"score {role}", lambda batch, role=role: self.roles.values(role, batch)
             elif role != "actor" or self.objective.needs_old:
                 yield f"score {role}", lambda batch, role=role: self.roles.logprobs(role, batch, with_entropy=False)

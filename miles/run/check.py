@@ -82,14 +82,18 @@ def _what(role: str, resolved: Resolved) -> str:
     if role == "learner":
         fact = resolved.facts.get("model.name")
         weights = f", adapter of rank {recipe.lora.rank} on the frozen base" if recipe.lora.rank else ""
+        weights += f", from {recipe.lora.path}" if recipe.lora.path else ""
         return f"{recipe.model.name}{f' ({fact})' if fact else ''}, {recipe.learner.param_dtype}, {recipe.algorithm.name}{weights}"
+    start = f", from {recipe.learner.critic_model}" if recipe.learner.critic_model else ""
     if role == "critic" and recipe.lora.rank and recipe.lora.critic == "adapter":
-        return "adapter and value head on the same base"
+        return f"adapter and value head on the same base{start}"
     if role == "scorer":
+        if recipe.reward.model_place == "learner":
+            return f"{recipe.reward.model}, a frozen adapter and head on the same base, scores before each update"
         return f"{recipe.reward.model}, scores answers while they are collected"
     if role == "critic":
-        return "value head on a trunk that starts as the actor's"
-    weights = "the base without adapters" if recipe.lora.rank else "frozen"
+        return f"value head on a trunk of its own{start or ', which starts as the actor does'}"
+    weights = "frozen" if not recipe.lora.rank else recipe.lora.path or "the base without adapters"
     return f"{weights}, KL in the {recipe.algorithm.kl_place or 'loss'} with beta {recipe.algorithm.beta:g}"
 
 

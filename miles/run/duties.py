@@ -139,6 +139,11 @@ def evaluate_share(rows: int, channel: Channel, evaluate: Callable[[Sequence[int
     return Evaluation(*(tuple(sorted(groups, key=lambda group: group.ordinal)) for groups in (sampled, greedy)))
 
 
+def judge_groups(learner: Learner, groups: Sequence[Group], channel: Channel) -> list[Group]:
+    """Rank 0's groups with the scores of the learner's reward model."""
+    return learner.judge(broadcast_groups(groups if channel.rank == 0 else None, channel))
+
+
 def save_part(
     learner: Learner, writer: Writer, identity: dict[str, Any], files: Mapping[str, bytes], beside: bool
 ) -> Path | None:

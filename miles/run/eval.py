@@ -26,7 +26,9 @@ from miles.run.recipes import inspect
 
 def eval_command(recipes: Sequence[Path], overrides: Mapping[str, Any], model: str) -> int:
     """Print the eval metrics of `model` on the recipe's held-out rows."""
-    resolved = inspect(recipes, {**overrides, "model.name": model}, os.environ)
+    # One model is scored, whatever base it has, so a reward model scores with weights of its own.
+    alone = {"reward.model_place": "collecting", "lora.path": None, "learner.critic_model": None}
+    resolved = inspect(recipes, {**overrides, **alone, "model.name": model}, os.environ)
     recipe, inputs = resolved.recipe, prepare(resolved.recipe, resolved.row)
     if not len(inputs.held_out):
         why = "".join(f" ({note})" for note in inputs.notes)

@@ -88,8 +88,10 @@ def _reward_columns(recipe: Recipe, data: Dataset, task: Task | None, given: Col
         return []  # a rule says so
     scores = recipe.rollout.environment is not None or (task is not None and hasattr(task.dialogue, "reward"))
     try:
-        scores = scores or recipe.reward.model is not None
-        rewards = build_rewards(recipe.reward, task=task, environment_scores=scores, source=data.source)
+        modelled = recipe.reward.model is not None
+        rewards = build_rewards(
+            recipe.reward, task=task, environment_scores=scores, more_later=modelled, source=data.source
+        )
         rewards.check_columns(data)
     except BadInput as error:
         return [str(error)]

@@ -23,6 +23,7 @@ from miles.observe.rows import METRICS_FILE, eval_rows, read_rows
 from miles.protocols import ExperienceSource
 from miles.rollout.evaluate import Evaluation
 from miles.run.interrupts import Interrupts
+from miles.run.judged import judged_rows
 from miles.types import FinishedGroup, Group
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class RunKeeper:
 
     def log_step(self, metrics: Mapping[str, float]) -> None:
         version = self.learner.version
-        finished = self.buffer.finished(version - 1)
+        finished = self._finished(version - 1)
         seconds = time.perf_counter() - self._step_started
         row = {
             "step": version, "version": version, **self._group_metrics(finished), **metrics, "time/step_s": seconds,
@@ -82,7 +83,13 @@ class RunKeeper:
         }  # fmt: skip
         self.view.step(self.recorder.step(row))
         self._show_one(self._record_samples(version, finished))
+        self.recorder.scores(version, self.learner.judged)
         self._tell_short(version - 1)
+
+    def _finished(self, step: int) -> Sequence[FinishedGroup]:
+        """What finished for a step, with the rewards that were trained on where the learner's reward model gave a part of them."""
+        finished = self.buffer.finished(step)
+        return judged_rows(finished, self.learner.judged) if self.learner.judges else finished
 
     def _group_metrics(self, finished: Sequence[FinishedGroup]) -> dict[str, float]:
         if self.row.recorded:
@@ -179,7 +186,12 @@ class RunKeeper:
 
     def _record_samples(self, step: int, finished: Sequence[FinishedGroup]) -> list[tuple[Group, str | None]]:
         """The groups themselves, each with why it was dropped, or None."""
-        groups = [(self.buffer.group(done.ordinal), done.reason) for done in finished if done.lengths]
+        judged = {group.ordinal: group for group in self.learner.judged}
+        groups = [
+            (judged.get(done.ordinal) or self.buffer.group(done.ordinal), done.reason)
+            for done in finished
+            if done.lengths
+        ]
         self.recorder.samples(step, groups)
         return groups
 

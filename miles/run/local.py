@@ -28,11 +28,11 @@ from miles.errors import (
     RewardError,
     TrainingAborted,
 )
-from miles.learn.adapters import target_paths
 from miles.learn.channel import Channel
 from miles.learn.export import check_target
 from miles.learn.learner import Learner
 from miles.learn.load import describe, in_parts, load_model, open_model
+from miles.learn.saved import check_saved, files_hash, saved_files
 from miles.learn.scorer import load_scorer, set_padding
 from miles.learn.shards import Stored
 from miles.learn.writer import Writer
@@ -48,7 +48,7 @@ from miles.run.buffer import OpenBuffer, RunFacts, join_buffer, open_buffer
 from miles.run.collecting import Collecting
 from miles.run.coroutines import Coroutines
 from miles.run.crew import Crew, Duty
-from miles.run.duties import collect_round, collect_share, evaluate_share, export_part, save_part
+from miles.run.duties import collect_round, collect_share, evaluate_share, export_part, judge_groups, save_part
 from miles.run.engines import open_rollouts
 from miles.run.interrupts import Interrupted, Interrupts
 from miles.run.join import check_alike, packages
@@ -60,6 +60,7 @@ from miles.run.place import Place
 from miles.run.prepare import Inputs
 from miles.run.resume import CHECKPOINTS, check_resumable, lost_rows, restore
 from miles.run.rundir import DATA, RECIPE, begin_run_dir, check_run_dir, fixed_hash, write_config
+from miles.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class LocalLauncher:
     device: torch.device
     log: Path | None  # None: standard error, which whoever started this rank keeps
     meeting: Meeting | None = None  # with the collectors, which are other processes. None: this one collects
+    _unjudged: Sequence[Group] = ()  # rank 0's, while all ranks score them
 
     def launch(self) -> int:
         resumed = self.crew.agree(self._check)
@@ -89,7 +91,7 @@ class LocalLauncher:
         if (answers := self.inputs.answers) is not None and self.row.scorer:
             set_padding(model, self.inputs.tokenizer, answers.last_tokens())
         if self.recipe.lora.rank is not None:
-            target_paths(model, self.recipe.lora.targets)
+            check_saved(model, self.recipe)
         start = describe(model, weights)
         identity = self._identity(start)
         check_alike(self.crew, {**packages(), **identity})
@@ -182,6 +184,7 @@ class LocalLauncher:
         return {
             "collect": lambda leases: collect_share(leases, channel, collecting.collect),
             "evaluate": lambda: evaluate_share(len(self.inputs.held_out), channel, collecting.evaluate),
+            "judge": lambda: judge_groups(learner, self._unjudged, channel),
             "measure": lambda: held_out_metrics(learner, self.inputs.held_out, collecting.recorded),
             "save": save,
             "export": lambda name: export_part(learner, self.inputs.tokenizer, self.run_dir / name, recipe, channel),
@@ -230,7 +233,7 @@ class LocalLauncher:
                 buffer.source,
                 lambda beside: self.crew.call("save", beside=beside),
                 lambda name: self.crew.call("export", name=name),
-                partial(self._evaluate, collecting) if len(self.inputs.held_out) else None,
+                partial(self._evaluate, collecting, learner.judges) if len(self.inputs.held_out) else None,
                 recorder,
                 self.view,
                 interrupts,
@@ -239,12 +242,20 @@ class LocalLauncher:
                 buffer.end,
             )
 
-    def _evaluate(self, collecting: Collecting) -> tuple[Mapping[str, float], Evaluation]:
+    def _evaluate(self, collecting: Collecting, judges: bool) -> tuple[Mapping[str, float], Evaluation]:
         if self.inputs.answers is not None:
             return self.crew.call("measure"), Evaluation((), ())
         everything = range(len(self.inputs.held_out))
         evaluation = self.crew.call("evaluate") if self._all_collect else collecting.evaluate(everything)
+        if judges:
+            evaluation = self._judged(evaluation)
         return evaluation_metrics(evaluation, self.inputs.rewards.full), evaluation
+
+    def _judged(self, evaluation: Evaluation) -> Evaluation:
+        """With the scores of the learner's reward model, which all ranks make together."""
+        self._unjudged = (*evaluation.sampled, *evaluation.greedy)
+        groups, count = self.crew.call("judge"), len(evaluation.sampled)
+        return Evaluation(tuple(groups[:count]), tuple(groups[count:]))
 
     def _go_back(self, buffer: OpenBuffer, recorder: Recorder, version: int) -> None:
         """Bring everything in the run directory to `version`, and say what is not as a reader would expect."""
@@ -275,6 +286,7 @@ class LocalLauncher:
             RECIPE: fixed_hash(self.recipe),
             DATA: self.inputs.data_hash,
             "weights of model.name": start["weights_sha256"],
+            **{f"weights of {key}": files_hash(files) for key, files in saved_files(self.recipe).items()},
             **({"weights of reward.model": scorer.load(self.device)} if scorer is not None else {}),
         }
 

@@ -21,7 +21,7 @@ from miles.env.template import Renderer, fit_prompts, preview
 from miles.errors import ConfigError
 from miles.learn.load import context_length, end_token_ids, load_config, load_generation_config, load_tokenizer
 from miles.protocols import Environment
-from miles.run.reward_model import RewardModel
+from miles.run.reward_model import ReadForLearner, RewardModel, learner_reading
 from miles.types import Sampling
 
 RewardArgument = Callable[..., Any] | str | Sequence[Callable[..., Any] | str]
@@ -101,9 +101,15 @@ def _sampled(inputs: Inputs, recipe: Recipe, task: Task | None, reward: RewardAr
             data, inputs.renderer, section, context=context, max_new_tokens=recipe.rollout.max_new_tokens
         ),
     )
-    model = None if recipe.reward.model is None else RewardModel(recipe, task.system_prompt if task else None)
+    model, system_prompt = None, task.system_prompt if task else None
+    later = recipe.reward.model is not None and recipe.reward.model_place == "learner"
+    if later:
+        reading = learner_reading(recipe, inputs.tokenizer, system_prompt)
+        environment = ReadForLearner(environment, reading, section.prompt_column)
+    elif recipe.reward.model is not None:
+        model = RewardModel(recipe, system_prompt)
     rewards = build_rewards(
-        recipe.reward, task=task, functions=reward, model=model, environment_scores=scores,
+        recipe.reward, task=task, functions=reward, model=model, environment_scores=scores, more_later=later,
         prompt_column=section.prompt_column, source=train.source,
     )  # fmt: skip
     for data in (train, held_out):

@@ -6,15 +6,24 @@ import logging
 import os
 import stat
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from miles.config.schema import Model
 from miles.errors import BadInput, CheckpointError
+from miles.learn import export as export_module
 from miles.learn import tiny
 from miles.learn.export import MARKER, check_target, export, read_marker
 from miles.learn.load import is_tied, load_model, load_tokenizer, weights_hash
@@ -140,6 +149,72 @@ def test_a_large_model_is_split_into_shards_with_an_index(tmp_path, tied):
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     assert weights_hash(load_model(Model(name=str(tmp_path / "out")), seed=0)) == weights_hash(model)
+
+
+def counted(tensors, live):
+    """The pairs, each tensor a copy; `live` holds the bytes of those that somebody still holds, at each of them."""
+    now = 0
+
+    def gone(size):
+        nonlocal now
+        now -= size
+
+    for name, tensor in tensors:
+        copy = tensor.detach().clone()
+        now += copy.nbytes
+        weakref.finalize(copy, gone, copy.nbytes)
+        live.append(now)
+        yield name, copy
+        del copy
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_weights_that_come_one_by_one_are_held_for_one_file_at_most(tmp_path, family):
+    model, live = tiny.tiny_model(family, False, seed=0, num_hidden_layers=6), []
+    sizes = [p.nbytes for p in model.parameters()]
+    limit = 2 * max(sizes)
+    export(
+        model,
+        tiny.tiny_tokenizer(),
+        tmp_path / "out",
+        weights=counted(model.named_parameters(), live),
+        max_shard_size=f"{limit / 1000}KB",
+    )
+    assert len(live) == len(sizes)
+    assert max(live) <= limit + max(sizes)
+    assert limit + max(sizes) < 0.4 * sum(sizes)
+    assert weights_hash(load_model(Model(name=str(tmp_path / "out")), seed=0)) == weights_hash(model)
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert {key: len(found) for key, found in report.items()} == dict.fromkeys(report, 0)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def test_weights_that_files_hold_in_other_shapes_are_written_as_transformers_does(tmp_path):
+    """Fused experts: their files hold a matrix for each expert."""
+    model = MixtralForCausalLM(MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )).eval()  # fmt: skip
+    export(model, tiny.tiny_tokenizer(), tmp_path / "out", weights=iter(list(model.named_parameters())))
+    assert not stored(tmp_path / "out").keys() <= model.state_dict().keys()
+    assert weights_hash(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) == weights_hash(model)
+
+
+def test_the_other_ranks_come_to_the_end_where_writing_fails(tmp_path):
+    model, taken = tiny.tiny_model("llama"), []
+
+    def weights(model):
+        for name, tensor in model.named_parameters():
+            taken.append(name)
+            yield name, tensor
+
+    (tmp_path / "mine").write_text("not an export")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "whole_weights", weights)
+        with pytest.raises(BadInput):
+            export_module.save_trained(model, tiny.tiny_tokenizer(), tmp_path / "mine", {})
+    assert taken == [name for name, _ in model.named_parameters()]
 
 
 def test_files_can_be_read_by_whom_the_umask_allows(tmp_path):

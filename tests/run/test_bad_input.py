@@ -29,6 +29,7 @@ LONG = {"prompt": "1 + " * 300, "answer": 1}
         ({"data__epochs": 2}, ["algorithm.steps = 2 and data.epochs = 2", "leave one of them out"]),
         ({"learner__minibatches": 3}, ["learner.minibatches = 3 does not divide algorithm.groups_per_step = 4", "2 or 4"]),
         ({"algorithm__steps": 0}, ["algorithm.steps = 0", "an integer >= 1"]),
+        ({"lora__rank": 0}, ["lora.rank = 0", "an integer >= 1"]),
         ({"learner__learning_rate": "fast"}, ['learner.learning_rate = "fast"', "a number >= 0"]),
         ({"rollout__group_size": 1}, ["rollout.group_size must be >= 2 for grpo, got 1", "raise rollout.group_size"]),
         ({"model__name": "./no/such/model"}, ["model.name = ./no/such/model does not exist", "a folder with a config.json"]),
