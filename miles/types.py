@@ -223,12 +223,18 @@ class LossOutput:
 
 
 @dataclass(frozen=True)
+class Canary:
+    """Tokens that engines are compared with the learner on. `logprobs` is collective, and called after the weights."""
+
+    ids: tuple[int, ...]
+    logprobs: Callable[[], Sequence[float]]  # the learner's log p of ids[1:] at temperature 1, computed by the call
+
+
+@dataclass(frozen=True)
 class PolicyUpdate:
     """New weights on their way to the engines. `weights` is collective: every rank iterates it."""
 
     version: int
     weights: Callable[[], Iterator[tuple[str, Tensor]]]  # Hugging Face names, full tensors
-    canary: tuple[Sequence[int], Sequence[float]] | None = (
-        None  # ids, and the learner's log p of ids[1:] at temperature 1
-    )
+    canary: Canary | None = None
     adapter: Callable[[], Iterator[tuple[str, Tensor]]] | None = None  # peft's names; `weights` are merged then

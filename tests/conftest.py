@@ -23,6 +23,9 @@ from miles.run.threads import spin_briefly
 spin_briefly()
 
 
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 @dataclass
 class Served:
     """A running server, the folder it reads weights from, and the model that it was started with."""
@@ -62,7 +65,7 @@ def vllm_python() -> str:
 
 @pytest.fixture(scope="session")
 def serve_tiny(vllm_python: str, tmp_path_factory: Any) -> Iterator[Callable[..., Served]]:
-    """`serve_tiny(name, tied, adapters=None)`: a server of a tiny peaked Llama whose head size vLLM's CPU attention knows."""
+    """`serve_tiny(name, tied, adapters=None, dtype="fp32")`: a server of a tiny peaked Llama whose head size vLLM knows."""
     from miles.engine.vllm_flags import ServerPlan
     from miles.engine.vllm_server import VllmServer
     from miles.learn.export import export
@@ -71,7 +74,7 @@ def serve_tiny(vllm_python: str, tmp_path_factory: Any) -> Iterator[Callable[...
     running = []
     with tempfile.TemporaryDirectory(prefix="miles-vllm-") as sockets:
 
-        def serve(name: str, tied: bool, adapters: Any = None) -> Served:
+        def serve(name: str, tied: bool, adapters: Any = None, dtype: str = "fp32") -> Served:
             folder = tmp_path_factory.mktemp(name)
             model = tiny_model("llama", tied, head_dim=32)
             for parameter in model.parameters():
@@ -81,7 +84,7 @@ def serve_tiny(vllm_python: str, tmp_path_factory: Any) -> Iterator[Callable[...
             published = folder / "published"
             published.mkdir()
             plan = ServerPlan(
-                str(folder / "model"), None, "fp32", 64, None, 0.25, published, threads=1, adapters=adapters
+                str(folder / "model"), None, dtype, 64, None, 0.25, published, threads=1, adapters=adapters
             )
             server = VllmServer(plan, vllm_python, Path(sockets), folder / "vllm.log", name)
             running.append(server)
@@ -107,10 +110,15 @@ def served_untied(serve_tiny: Callable[..., Served]) -> Served:
 
 
 @pytest.fixture(scope="session")
+def served_tied_bf16(serve_tiny: Callable[..., Served]) -> Served:
+    return serve_tiny("tied_bf16", True, dtype="bf16")
+
+
+@pytest.fixture(scope="session")
 def served_adapters(serve_tiny: Callable[..., Served]) -> Served:
     from miles.engine.vllm_flags import AdapterSlots
 
-    return serve_tiny("adapters", True, AdapterSlots(rank=4, count=3))
+    return serve_tiny("adapters", True, AdapterSlots(rank=4, count=3, targets=ADAPTED))
 
 
 class Gang:

@@ -29,10 +29,15 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class AdapterSlots:
-    """Room for LoRA adapters: each of at most `rank`, `count` of them loaded at the same time."""
+    """Room for LoRA adapters: each of at most `rank`, `count` of them loaded at the same time.
+
+    `targets`: last parts of the names of the layers that have one; (): every layer that vLLM can give one. An output head
+    without adapters must not be among them: vLLM on a CPU then ends when a prompt is scored beside samples under way.
+    """
 
     rank: int
     count: int
+    targets: tuple[str, ...] = ()
 
     @property
     def slot_rank(self) -> int:
@@ -85,7 +90,8 @@ def command(plan: ServerPlan, python: str, socket: Path) -> list[str]:
     flags += ["enforce-eager", "no-enable-chunked-prefill"] * plan.cpu
     flags += ["trust-remote-code"] * plan.trust_remote_code
     given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
-    return [python, "-m", "vllm.entrypoints.openai.api_server", *given, *(f"--{flag}" for flag in flags)]
+    targets = ["--lora-target-modules", *adapters.targets] if adapters and adapters.targets else []
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *given, *targets, *(f"--{flag}" for flag in flags)]
 
 
 def environment(plan: ServerPlan, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

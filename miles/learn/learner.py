@@ -33,7 +33,7 @@ from miles.learn.shards import Stored
 from miles.learn.shares import shares
 from miles.learn.spmd import Ranks
 from miles.learn.step import Step, build_step, minibatches
-from miles.types import Batch, Group, PolicyUpdate, Sample, Segment, Signal
+from miles.types import Batch, Canary, Group, PolicyUpdate, Sample, Segment, Signal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -189,16 +189,19 @@ class Learner:
         weights, adapter = partial(merged_weights, self.model, "actor"), partial(peft_tensors, self.model, "actor")
         return PolicyUpdate(self.version, weights, self._canary(), adapter)
 
-    def _canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
-        """`canary_ids` and the log-probabilities, at temperature 1, of all of them but the first."""
+    def _canary(self) -> Canary | None:
         if self.canary_ids is None:
             return None
         ids = tuple(self.canary_ids)
+        return Canary(ids, partial(self._plain_logprobs, ids))
+
+    def _plain_logprobs(self, ids: tuple[int, ...]) -> list[float]:
+        """log p of ids[1:] at temperature 1."""
         segment = Segment(ids, (False, *(True for _ in ids[1:])), (0.0,) * len(ids), (self.version,) * len(ids))
         group = Group(0, 0, (Sample((segment,), "stop", "", reward=0.0),))
         step = build_step([group], self.version, Reward(), len(ids))
         scored = self._scored(step, lambda batch: self.roles.logprobs("actor", batch, False, temperature=1.0)[0])
-        return ids, scored.tolist()
+        return scored.tolist()
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

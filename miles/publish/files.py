@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ class Published:
     tensors: int
     size: int  # bytes of the tensors' file
     adapter: Mapping[str, Any] | None  # the adapter's config; None: full weights
-    canary: tuple[Sequence[int], Sequence[float]] | None
 
 
 class WeightFiles:
@@ -50,7 +49,7 @@ class WeightFiles:
                 return self._write_adapter(self.folder / name, update)
             path = self.folder / f"{name}.safetensors"
             count = self._whole(path, update.weights, self._dtype)
-            return Published(update.version, path, count, path.stat().st_size, None, update.canary)
+            return Published(update.version, path, count, path.stat().st_size, None)
         except (OSError, SafetensorError) as error:
             raise EngineError(
                 f"version {update.version} could not be written to {self.folder}: {error}. Free some space there, or name "
@@ -90,7 +89,7 @@ class WeightFiles:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         size = (folder / file.name).stat().st_size
-        return Published(update.version, folder, count, size, self._adapter, update.canary)
+        return Published(update.version, folder, count, size, self._adapter)
 
     @staticmethod
     def _whole(path: Path, tensors: Callable[[], Iterator[tuple[str, Tensor]]], dtype: torch.dtype) -> int:

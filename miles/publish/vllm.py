@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miles.errors import EngineError, ServerFault
-from miles.publish.canary import Tolerance, compare
+from miles.publish.canary import Expected, Tolerance, compare
 from miles.publish.files import Published, WeightFiles
 from miles.types import PolicyUpdate
 
@@ -73,6 +73,7 @@ class VllmPublisher:
         self._servers, self._files, self._connect = servers, files, connect
         self._max_staleness, self._verify, self._tolerance = max_staleness, verify, tolerance
         self._newest: Published | None = None
+        self._canary: Expected | None = None
         self._one_at_a_time = threading.Lock()
         self.worst_difference: float | None = None  # nat, of the newest canary over all servers that agreed
 
@@ -80,10 +81,15 @@ class VllmPublisher:
         """Write the version and bring it to all servers. Raises EngineError where none of them serves it, or is coming back."""
         published = self._files.write(update)
         with self._one_at_a_time:
-            self._newest, self.worst_difference = published, None
+            self._newest, self._canary, self.worst_difference = published, None, None
             servers = self._servers.servers
             with ThreadPoolExecutor(len(servers), "miles-publish") as pool:
-                reached = list(pool.map(self._bring, servers))
+                if self._verify and update.canary is not None:
+                    self._canary = Expected(update.canary.ids)
+                coming = [pool.submit(self._bring, server) for server in servers]
+                if self._canary is not None and update.canary is not None:
+                    self._canary.score(update.canary.logprobs)  # while servers load
+                reached = [future.result() for future in coming]
             if not any(reached) and not any(server.coming for server in servers):
                 reasons = "; ".join(f"{server.name}: {server.reason}" for server in servers)
                 raise EngineError(f"version {update.version} could be published to no server: {reasons}")
@@ -126,9 +132,8 @@ class VllmPublisher:
     def _confirm(self, routes: Routes, published: Published) -> None:
         """Raise ServerFault where the server does not compute what the learner computes."""
         name = published.version if published.adapter is not None else None
-        if self._verify and published.canary is not None:
-            ids, expected = published.canary
-            difference = compare(routes.logprobs(ids, name), expected, self._tolerance)
+        if self._canary is not None:
+            difference = compare(routes.logprobs(self._canary.ids, name), self._canary.logprobs(), self._tolerance)
             self.worst_difference = max(difference, self.worst_difference or 0.0)
         if name is None:
             routes.name_version(str(published.version))

@@ -1,4 +1,4 @@
-"""What Miles adds to a vLLM server: a weight-transfer engine that reads files, and fast adapters on a CPU.
+"""What Miles adds to a vLLM server: a weight-transfer engine that reads files; on a CPU fast adapters, and waiting without work.
 
 vLLM's processes call `register` through the entry point group `vllm.general_plugins`.
 """
@@ -14,18 +14,20 @@ ROOT_VARIABLE = "MILES_PUBLISH_ROOT"
 
 
 def register() -> None:
-    """Add the engine to vLLM's registry, and make adapters fast on a CPU. May be called more than once."""
+    """Add the engine to vLLM's registry, and what a CPU needs. May be called more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "miles.publish.vllm_transfer", "FileTransferEngine")
     if current_platform.is_cpu():
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
         from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-        from miles.publish.vllm_adapters import install
+        from miles.publish import vllm_adapters, vllm_waiting
 
-        install(PunicaWrapperCPU)
+        vllm_adapters.install(PunicaWrapperCPU)
+        vllm_waiting.install(SpinCondition)
 
 
 def checked_path(path: str, tensors: int, size: int, root: str | None) -> Path:

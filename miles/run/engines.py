@@ -43,7 +43,7 @@ def open_rollouts(
     """
     if recipe.engine.kind == "vllm" and learner.ranks.rank > 0:
         learner.canary_ids = canary_ids(inputs)
-        follower = FollowingPublisher()
+        follower = FollowingPublisher(verify=recipe.publish.verify)
         follower.publish(learner.policy_update())
         yield Rollouts(None, follower)
         return

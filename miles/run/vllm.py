@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ from miles.run.prepare import Inputs
 
 log = logging.getLogger(__name__)
 
-CANARY = 64  # tokens that servers and learner compute at each version
+CANARY = 32  # tokens that servers and learner compute at each version
 RESTARTS = 3  # of each server in one run
 TOKEN_VARIABLE = "MILES_ENGINE_TOKEN"
 SHARED_MEMORY = Path("/dev/shm")
@@ -55,13 +56,14 @@ def open_vllm(
         root = stack.enter_context(_publish_root(recipe, learner, run_dir))
         own: list[VllmServer] = []
         if not engine.urls:
-            own = _own_servers(recipe, inputs, run_dir, root, stack)
+            slots = adapter_slots(recipe, adapter) if adapter is not None else None
+            own = _own_servers(recipe, inputs, run_dir, root, slots, stack)
         urls = [(server.name, server.url) for server in own] or [(url, url) for url in engine.urls]
         fleet = Fleet([Server(name, url, engine.max_batch) for name, url in urls], engine.start_timeout_s)
         token = os.environ.get(TOKEN_VARIABLE)
         publisher = VllmPublisher(
             fleet, WeightFiles(root, DTYPES[dtype], adapter), partial(ServerRoutes, token=token),
-            max_staleness=recipe.buffer.max_staleness, verify=recipe.publish.verify, tolerance=Tolerance.of(dtype),
+            max_staleness=recipe.buffer.max_staleness, verify=recipe.publish.verify, tolerance=Tolerance.for_dtype(dtype),
         )  # fmt: skip
         _wait_ready(own, engine.start_timeout_s)
         publisher.publish(learner.policy_update())
@@ -90,18 +92,24 @@ def serving_dtype(recipe: Recipe) -> str:
     return recipe.learner.param_dtype if recipe.engine.param_dtype == "auto" else recipe.engine.param_dtype
 
 
-def _own_servers(recipe: Recipe, inputs: Inputs, run_dir: Path, root: Path, stack: ExitStack) -> list[VllmServer]:
+def adapter_slots(recipe: Recipe, adapter: Mapping[str, Any]) -> AdapterSlots:
+    """Room for the versions that may be sampled from at the same time, and the next. `adapter`: its peft config."""
+    names = sorted({str(target).rpartition(".")[2] for target in adapter["target_modules"]})
+    return AdapterSlots(adapter["r"], recipe.buffer.max_staleness + 2, tuple(names))
+
+
+def _own_servers(
+    recipe: Recipe, inputs: Inputs, run_dir: Path, root: Path, slots: AdapterSlots | None, stack: ExitStack
+) -> list[VllmServer]:
     """Start the servers; they become ready while others are started too, and end with the stack."""
     engine = recipe.engine
     python = find_python(engine.python)
     log.info("vLLM %s runs with %s", check_installed(python), python)
     sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="miles-vllm-")))
-    rank = recipe.lora.rank
     plan = ServerPlan(
         *_model_place(recipe, inputs, run_dir), serving_dtype(recipe), engine.max_batch, engine.context,
         engine.kv_cache_gib, root, threads=recipe.run.threads or 1,
-        adapters=AdapterSlots(rank, recipe.buffer.max_staleness + 2) if rank else None,
-        cpu=not torch.cuda.is_available(), trust_remote_code=recipe.model.trust_remote_code,
+        adapters=slots, cpu=not torch.cuda.is_available(), trust_remote_code=recipe.model.trust_remote_code,
     )  # fmt: skip
     servers = []
     for number in range(engine.servers):

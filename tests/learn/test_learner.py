@@ -458,3 +458,14 @@ def test_new_weights_leave_under_their_own_names(groups):
     names = dict(update.weights())
     assert names.keys() == {name for name, _ in one.model.named_parameters()}
     assert all(torch.equal(tensor, weights(one)[name]) for name, tensor in names.items())
+
+
+def test_the_canary_is_scored_when_it_is_asked_for_at_temperature_1(groups):
+    one = learner(groups, rollout__temperature=0.5)
+    assert one.policy_update().canary is None
+    one.canary_ids = [3, 5, 4, 9, 11]
+    canary = one.policy_update().canary
+    train(one, off_policy(groups))
+    with torch.no_grad():
+        table = one.model(torch.tensor([canary.ids])).logits[0].log_softmax(-1)
+    assert canary.logprobs() == pytest.approx(table[range(4), list(canary.ids[1:])].tolist(), abs=1e-5)
