@@ -181,7 +181,7 @@ def measure(learner: Learner, server: VllmServer, folder: Path, kind: str, publi
     (place,) = fleet.servers
     files = WeightFiles(folder, torch.float32, peft_config(learner.model, "actor") if kind == "adapter" else None)
     publisher = VllmPublisher(
-        fleet, files, lambda url: Timed(ServerRoutes(url), result.parts), tolerance=Tolerance.for_dtype("fp32")
+        fleet, files, lambda url: Timed(ServerRoutes(url), result.parts), tolerance=Tolerance.of("fp32")
     )
     for number in range(publishes + 1):
         result.parts = result.parts if number > 1 else defaultdict(list)

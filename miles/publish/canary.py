@@ -24,7 +24,7 @@ class Difference:
     worst: float
 
     @classmethod
-    def of(cls, a: Sequence[float], b: Sequence[float]) -> Difference:
+    def between(cls, a: Sequence[float], b: Sequence[float]) -> Difference:
         """NaN where one of them is not finite."""
         gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
         if not all(map(math.isfinite, gaps)):
@@ -38,7 +38,7 @@ class Tolerance(Difference):
     """Largest differences that rounding explains."""
 
     @classmethod
-    def for_dtype(cls, dtype: str) -> Tolerance:
+    def of(cls, dtype: str) -> Tolerance:
         """fp32 is judged by its worst token. In bf16 single tokens are far off while the mean is close (measured)."""
         return cls(1e-3, 1e-3, 1e-3) if dtype == "fp32" else cls(0.06, 0.25, math.inf)
 
@@ -70,7 +70,7 @@ def compare(served: Sequence[float], learner: Sequence[float], tolerance: Tolera
     """The worst difference of two lists of log-probabilities. Raises ServerFault where it is beyond the tolerance."""
     if len(served) != len(learner):
         raise ServerFault(f"it gave {len(served)} log-probabilities of a canary that has {len(learner)}")
-    found = Difference.of(served, learner)
+    found = Difference.between(served, learner)
     if math.isnan(found.worst):
         raise ServerFault("its log-probabilities of the canary are not finite: its weights hold NaN or infinity")
     if not tolerance.holds(found):

@@ -63,7 +63,7 @@ def open_vllm(
         token = os.environ.get(TOKEN_VARIABLE)
         publisher = VllmPublisher(
             fleet, WeightFiles(root, DTYPES[dtype], adapter), partial(ServerRoutes, token=token),
-            max_staleness=recipe.buffer.max_staleness, verify=recipe.publish.verify, tolerance=Tolerance.for_dtype(dtype),
+            max_staleness=recipe.buffer.max_staleness, verify=recipe.publish.verify, tolerance=Tolerance.of(dtype),
         )  # fmt: skip
         _wait_ready(own, engine.start_timeout_s)
         publisher.publish(learner.policy_update())

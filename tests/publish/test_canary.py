@@ -9,7 +9,7 @@ import pytest
 from miles.errors import ServerFault
 from miles.publish.canary import Difference, Tolerance, compare
 
-FP32, BF16 = Tolerance.for_dtype("fp32"), Tolerance.for_dtype("bf16")
+FP32, BF16 = Tolerance.of("fp32"), Tolerance.of("bf16")
 ZEROS = [0.0] * 200
 
 
@@ -18,7 +18,7 @@ def off(*gaps: float) -> list[float]:
 
 
 def test_differences_are_counted_without_signs() -> None:
-    found = Difference.of(off(0.4, -0.2, 0.1), ZEROS)
+    found = Difference.between(off(0.4, -0.2, 0.1), ZEROS)
     assert found.mean == pytest.approx(0.7 / 200)
     assert (found.high, found.worst) == (0.1, 0.4)  # 198 of 200 tokens are at 0.1 or below
 

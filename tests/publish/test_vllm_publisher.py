@@ -91,7 +91,7 @@ class Bench:
         self.scored: list[threading.Thread] = []
         files = WeightFiles(folder, torch.float32, CONFIG if adapters else None)
         self.publisher = VllmPublisher(
-            self.fleet, files, lambda url: self.routes[int(url)], tolerance=Tolerance.for_dtype("fp32"), **keys
+            self.fleet, files, lambda url: self.routes[int(url)], tolerance=Tolerance.of("fp32"), **keys
         )
 
     def publish(self, version: int, learner: float | None = None) -> None:

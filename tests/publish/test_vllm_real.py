@@ -26,7 +26,7 @@ from miles.types import Canary, PolicyUpdate
 
 pytestmark = pytest.mark.slow
 IDS = tuple((7 * place + 3) % 32 for place in range(24))
-TOLERANCE = Tolerance.for_dtype("fp32")
+TOLERANCE = Tolerance.of("fp32")
 
 
 def logprobs(model: Any, ids: Sequence[int]) -> list[float]:
@@ -36,7 +36,7 @@ def logprobs(model: Any, ids: Sequence[int]) -> list[float]:
 
 
 def gap(a: Sequence[float], b: Sequence[float]) -> float:
-    return Difference.of(a, b).worst
+    return Difference.between(a, b).worst
 
 
 def other_model(like: Any, tied: bool, seed: int) -> Any:
@@ -57,7 +57,7 @@ def publisher_for(served: Any, connect: Any = ServerRoutes, **keys: Any) -> tupl
     fleet = Fleet([Server("server 0", served.server.url, places=64)])
     plan = served.server.plan
     files = WeightFiles(served.published, DTYPES[plan.dtype])
-    return fleet, VllmPublisher(fleet, files, connect, tolerance=Tolerance.for_dtype(plan.dtype), **keys)
+    return fleet, VllmPublisher(fleet, files, connect, tolerance=Tolerance.of(plan.dtype), **keys)
 
 
 def publish_three(served: Any, tied: bool, first: int, **keys: Any) -> tuple[Fleet, VllmPublisher]:
@@ -70,8 +70,8 @@ def publish_three(served: Any, tied: bool, first: int, **keys: Any) -> tuple[Fle
             model = other_model(model, tied, version)
             publisher.publish(update_of(model, version))
             after = routes.logprobs(IDS)
-            found, moved = Difference.of(after, logprobs(model, IDS)), Difference.of(after, before)
-            assert Tolerance.for_dtype(served.server.plan.dtype).holds(found), found
+            found, moved = Difference.between(after, logprobs(model, IDS)), Difference.between(after, before)
+            assert Tolerance.of(served.server.plan.dtype).holds(found), found
             assert moved.mean > max(0.3, 4 * found.mean), moved
             assert routes.version() == str(version)
     return fleet, publisher
