@@ -3,9 +3,9 @@
     python benchmarks/publish/speed.py [MODEL] [--kinds adapter files] [--publishes 8] [--threads 2] [--json FILE]
 
 `adapter`: a LoRA adapter of all linear layers, published while samples are decoded, and while none is. `files`: all weights.
-A publish is what the loop waits for: the learner's log-probabilities of the canary, writing, loading, comparing, unloading. Every
-version differs from the one before. A token's samples stand still for the longest gap between two tokens of a stream
-during a publish, less the usual gap of the same stream. The times of the parts overlap where parts do.
+A publish is what the loop waits for: writing, loading, the canary's log-probabilities by the server and beside it by the learner,
+comparing, unloading. Every version differs from the one before. Generation stands still for the longest time between two
+steps of samples under way that reaches into a publish, less the usual time of a step.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def measure(learner: Learner, server: VllmServer, folder: Path, kind: str, publi
         model = ADAPTER.format(version=place.version) if kind == "adapter" else server.plan.model
         place.using[place.version] += 1  # as the client does, so that the version stays
         with Stream(server, model, samples) if samples and number else nullcontext() as stream:
-            started, ended = publish_next(learner, publisher, result.parts)
+            started, ended = publish_next(learner, publisher)
             if stream is not None:
                 stream.more()
         place.using.clear()
@@ -199,13 +199,11 @@ def measure(learner: Learner, server: VllmServer, folder: Path, kind: str, publi
     return result
 
 
-def publish_next(learner: Learner, publisher: VllmPublisher, parts: dict[str, list[float]]) -> tuple[float, float]:
+def publish_next(learner: Learner, publisher: VllmPublisher) -> tuple[float, float]:
     """When the publish of the next version began and ended."""
     move(learner)
     started = time.perf_counter()
-    update = learner.policy_update()
-    parts["learner's canary"].append(time.perf_counter() - started)
-    publisher.publish(update)
+    publisher.publish(learner.policy_update())
     return started, time.perf_counter()
 
 
@@ -215,7 +213,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["adapter", "files"], choices=["adapter", "files"])
     parser.add_argument("--publishes", type=int, default=8)
     parser.add_argument("--samples", type=int, nargs="+", default=[0, 4], help="decoded at the same time")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of the server, and of the learner")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
