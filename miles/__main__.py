@@ -26,7 +26,7 @@ OVERRIDES = (
 )
 
 
-BUFFER_OPTIONS = ("folder", "listen", "token_file", "tls_cert", "tls_key", "insecure", "ledger", "payloads")
+BUFFER_OPTIONS = ("folder", "listen", "token_file", "tls_cert", "tls_key", "insecure", "ledger", "payloads", "single")
 
 Command = Callable[[argparse.Namespace, dict[str, Any]], int]
 
@@ -286,6 +286,9 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 def _add_buffer(parser: Parser) -> None:
     parser.add_argument(
         "--dir", dest="folder", type=_folder, required=True, metavar="DIR", help="folder of the runs' ledgers"
+    )
+    parser.add_argument(
+        "--single", action="store_true", help="DIR is the folder of one run, whose ledger it holds itself"
     )
     parser.add_argument(
         "--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="default: 127.0.0.1:7070; port 0: any"

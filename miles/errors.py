@@ -119,6 +119,10 @@ class RankFailed(MilesError):
         self.exit_code = exit_code
 
 
+class RoleFailed(RankFailed):
+    """A role of a run that was started as processes died for good; the message holds its last lines."""
+
+
 class TrainingAborted(MilesError):
     """Training stopped to protect the model (non-finite loss, poisoned data); `metrics` are those of the step it ended in."""
 

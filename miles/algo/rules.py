@@ -69,7 +69,7 @@ def problems(row: AlgorithmRow, recipe: Recipe) -> list[str]:
     functions = {kind: getattr(row, kind) for kind in ARGUMENTS}
     own = own_problems(functions, settings_of(row, recipe), row.name)
     if row.recorded:
-        return [*own, *_recorded(row, recipe), *_without_effect(row, recipe)]
+        return [*own, *_recorded(row, recipe), *_launched(row, recipe), *_without_effect(row, recipe)]
     found = [
         *own,
         *_group_size(row, recipe),
@@ -113,6 +113,16 @@ def warnings(row: AlgorithmRow, recipe: Recipe) -> list[str]:
             "its paper uses sequence_mean."
         )
     return found
+
+
+def _launched(row: AlgorithmRow, recipe: Recipe) -> list[str]:
+    launcher = recipe.run.launcher
+    if launcher == "local":
+        return []
+    return [
+        f'run.launcher = "{launcher}" starts collectors, and {row.name} learns from recorded answers, so that there is nothing to '
+        'collect: leave run.launcher at "local".'
+    ]
 
 
 def _recorded(row: AlgorithmRow, recipe: Recipe) -> list[str]:

@@ -67,6 +67,12 @@ class Leases(Message):
     leases: list[Lease]
 
 
+class Worker(Message):
+    """A worker that begins under its name: what an earlier process of that name holds is given back."""
+
+    worker: str
+
+
 class Drop(Message):
     lease: Lease
     reason: str

@@ -76,6 +76,12 @@ class RemoteSink:
         """Give an ordinal back, to be leased again."""
         raise_for(await self._caller.call("POST", "/release", **content(api.Leases([lease]))))
 
+    async def begin(self, worker: str) -> int:
+        """Give back what an earlier process of this worker's name holds; the number of leases."""
+        return _answer(await self._caller.call("POST", "/worker", **content(api.Worker(worker))), dict[str, int])[
+            "released"
+        ]
+
     async def close(self) -> None:
         await self._caller.close()
 

@@ -257,6 +257,11 @@ class Leases:
         """Give back every lease, where it is known that nobody holds one any more; the number of them."""
         return self._give_back("state = 'leased'")
 
+    def release_worker(self, worker: str) -> int:
+        """As `release_all`, of one worker."""
+        checked_name(worker, "worker")
+        return self._give_back("state = 'leased' AND worker = ?", worker)
+
     def discard(self, ordinal: int, reason: str, detail: str | None = None, summary: str | None = None) -> None:
         """Drop an ordinal, counted in the step that is being filled."""
         state = self.store.state()

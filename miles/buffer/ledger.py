@@ -328,6 +328,10 @@ class Ledger(LedgerReader):
         """Give back every lease, where it is known that nobody holds one any more; the number of them."""
         return self._store.write(self._leases.release_all)
 
+    def release_worker(self, worker: str) -> int:
+        """Give back what a worker holds that is known to have died; the number of leases."""
+        return self._store.write(lambda: self._leases.release_worker(worker))
+
     def is_over(self) -> bool:
         """True when no lease will be given any more, unless the learner rewinds."""
         with self._store.reading():

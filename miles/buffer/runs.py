@@ -60,8 +60,9 @@ class Run:
 class Runs:
     """Methods may be called from several threads; every name is checked before it touches a path."""
 
-    def __init__(self, folder: Path, where: Where) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, where: Where, *, single: bool = False) -> None:
+        """`single`: `folder` is that of one run, whose name is asked for first, and not of many."""
+        self._folder, self._single = folder, single
         self._where = where
         self._lock = threading.Lock()
         self._open: dict[str, Run] = {}
@@ -81,7 +82,7 @@ class Runs:
             return self._open[name]
 
     def _stored(self, name: str) -> Ledger:
-        folder = self._folder / name
+        folder = self._place(name)
         if self._where.ledger == SQLITE and not (folder / LEDGER_NAME).exists():
             raise LedgerLost(f"this buffer holds no run named {name!r}: its learner must register it, or restore it")
         try:
@@ -133,11 +134,14 @@ class Runs:
         run.ledger.close()
 
     def _new_folder(self, name: str) -> Path:
-        folder = self._folder / name
+        folder = self._place(name)
         if not folder.exists() and sum(1 for _ in self._folder.iterdir()) > MOST_RUNS:
             raise ExperienceError(f"the buffer holds {MOST_RUNS} runs: move old ones out of {self._folder}")
         folder.mkdir(exist_ok=True)
         return folder
+
+    def _place(self, name: str) -> Path:
+        return self._folder if self._single else self._folder / name
 
     def incoming(self) -> Path:
         """A name for a file that is being received."""

@@ -41,6 +41,7 @@ class Options:
     insecure: bool = False  # another address than loopback without TLS
     where: Where = ON_THIS_MACHINE
     body_budget: int = BODY_BUDGET  # bytes of bodies in memory at a time
+    single: bool = False  # the folder is that of one run: its ledger stands in it, and not one level below
 
 
 def read_tokens(file: Path | None, environment: Mapping[str, str]) -> list[str]:
@@ -142,7 +143,7 @@ class _Server(uvicorn.Server):
 
 def make_server(options: Options, tokens: Sequence[str]) -> tuple[Service, uvicorn.Server]:
     """The service and what runs it: `server.serve(sockets=[...])`, until `server.should_exit`."""
-    runs = Runs(options.folder, options.where)
+    runs = Runs(options.folder, options.where, single=options.single)
     service = Service(runs, Doorkeeper(tokens), Bodies(options.body_budget))
     config = uvicorn.Config(
         service.app(), http="h11", ws="none", log_level="warning", access_log=False, server_header=False, lifespan="on",

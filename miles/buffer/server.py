@@ -57,6 +57,7 @@ class Service:
             ("GET", "/livez", livez), ("GET", "/metrics", metrics), ("POST", run, register), ("GET", run, describe),
             ("POST", f"{run}/lease", lease), ("POST", f"{run}/renew", renew), ("PUT", f"{run}/groups/{{ordinal:int}}", put),
             ("GET", f"{run}/groups/{{ordinal:int}}", group), ("POST", f"{run}/release", release),
+            ("POST", f"{run}/worker", worker),
             ("POST", f"{run}/drop", drop), ("POST", f"{run}/steps/{{step:int}}", take),
             ("GET", f"{run}/steps/{{step:int}}/groups", step_groups), ("GET", f"{run}/steps/{{step:int}}/finished", finished),
             ("POST", f"{run}/commit", commit), ("POST", f"{run}/rewind", rewind), ("POST", f"{run}/version", version),
@@ -236,6 +237,13 @@ async def release(service: Service, request: Request) -> Response:
         await service.thread(run.ledger.release, each)
     run.changes.tell()
     return reply(None)
+
+
+async def worker(service: Service, request: Request) -> Response:
+    run, call = await service.run(request), await service.message(request, api.Worker)
+    released = await service.thread(run.ledger.release_worker, call.worker)
+    run.changes.tell()
+    return reply({"released": released})
 
 
 async def drop(service: Service, request: Request) -> Response:

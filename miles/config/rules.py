@@ -160,7 +160,7 @@ def _ranks(recipe: Recipe) -> Iterator[str]:
 
 def _apart(recipe: Recipe) -> bool:
     """Whether collectors may be other processes than the learner, which then brings its weights to their engines."""
-    return recipe.buffer.url is not None
+    return recipe.buffer.url is not None or recipe.run.launcher != "local"
 
 
 MOST_SERVED_RANK = 512
@@ -213,9 +213,24 @@ def _buffer(recipe: Recipe) -> Iterator[str]:
         yield "buffer.payloads names an object store, which this version does not keep groups in: leave it at local."
 
 
+def _processes(recipe: Recipe) -> Iterator[str]:
+    if recipe.run.launcher == "local":
+        return
+    if recipe.buffer.url is not None:
+        yield (
+            f'buffer.url = {recipe.buffer.url!r} names a service, and run.launcher = "{recipe.run.launcher}" starts one of its own: '
+            "leave buffer.url out, or start each role by hand (miles learn, miles collect)."
+        )
+    if recipe.engine.kind != "inprocess":
+        yield (
+            f'engine.kind = "{recipe.engine.kind}" cannot be collected with by run.launcher = "{recipe.run.launcher}" yet: leave '
+            'run.launcher at "local", whose collector asks the servers while the learner waits, or set engine.kind = "inprocess".'
+        )
+
+
 PROBLEM_RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
     _required, _length, _minibatches, _rewards, _overlong, _sampling, _remote_code, _evaluation, _rows, _buffer,
-    _adapters, _ranks, _servers,
+    _adapters, _ranks, _servers, _processes,
 )  # fmt: skip
 
 
@@ -266,6 +281,10 @@ def _unused_engine(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _unused_buffer(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if not _apart(recipe):
+        yield "run.collectors", 'run.launcher is "local", so this process collects'
+    if recipe.run.launcher == "local":
+        yield "run.restarts_per_minute", 'run.launcher is "local"'
     if recipe.buffer.url is None:
         yield from ((f"buffer.{name}", "buffer.url is not set") for name in ("token_file", "ca_file"))
     else:

@@ -300,8 +300,8 @@ class Publish(Section):
 
 
 class Run(Section):
-    launcher: Literal["local"] = "local"
-    """Who starts the roles: `local` runs all of them in this process."""
+    launcher: Literal["local", "processes"] = "local"
+    """Who starts the roles: `local` runs all of them in this process, `processes` starts buffer, collectors and learner as processes of this machine."""
     collectors: PositiveInt = 1
     """Collectors beside the learner, where they are processes of their own; the step's prompts are shared between them."""
     seed: Annotated[int, Field(ge=0, le=10**18)] = 0
@@ -321,7 +321,9 @@ class Run(Section):
     stop_at_reward: float | None = None
     """Stop after two evaluations in a row at or above this eval/reward/mean. None: never."""
     restarts: NonNegativeInt = 0
-    """Times that all ranks start again from the newest checkpoint after one of them has died."""
+    """Times that the learner, with all of its ranks, starts again from the newest checkpoint after one of them has died."""
+    restarts_per_minute: PositiveInt = 5
+    """Times in one minute that a collector, or the buffer's service, is started again after it has died; more end the run. With `run.launcher` = processes."""
     max_skipped_updates: PositiveInt = 3
     """Non-finite updates in a row before training is aborted, with a checkpoint."""
 

@@ -39,12 +39,12 @@ class WeightFiles:
     def __init__(self, folder: Path, dtype: torch.dtype, adapter: Mapping[str, Any] | None = None) -> None:
         """`dtype`: of full weights, as the servers hold them. `adapter`: config of PEFT adapters; None: full weights."""
         self.folder, self._dtype, self._adapter = folder, dtype, adapter
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def write(self, update: PolicyUpdate) -> Published:
         """Write one version. Raises EngineError where the disk is full or cannot be written."""
         name = f"policy-v{update.version}"
         try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._adapter is not None:
                 return self._write_adapter(self.folder / name, update)
             path = self.folder / f"{name}.safetensors"
@@ -65,12 +65,14 @@ class WeightFiles:
         self.forget([each for each in self._versions() if each <= version])
 
     def _versions(self) -> list[int]:
+        if not self.folder.is_dir():
+            return []
         found = (NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return [int(match[1]) for match in found if match]
 
     def forget(self, kept: Collection[int]) -> None:
         """Delete every version that is not in `kept`."""
-        for path in self.folder.iterdir():
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = NAME.fullmatch(path.name)
             if match and int(match[1]) not in kept:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

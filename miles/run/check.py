@@ -41,8 +41,11 @@ def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
     started = 0 if recipe.engine.urls else len(servers)
     count = f"{len(servers)} vLLM server{'s' * (len(servers) > 1)}" if servers else "no server"
     ranks = world_size(recipe)
-    all_ranks, first = ("main", "main") if ranks == 1 else (f"ranks 0-{ranks - 1}", "rank 0")
-    yield f"World map: {ranks + started} process{'es' * (ranks + started > 1)}, {count}"
+    alone, collectors = recipe.run.launcher == "local", recipe.run.collectors
+    all_ranks = ("main" if alone else "learner") if ranks == 1 else f"ranks 0-{ranks - 1}"
+    first = all_ranks if ranks == 1 else "rank 0"
+    processes = ranks + started + (0 if alone else 1 + collectors)
+    yield f"World map: {processes} process{'es' * (processes > 1)}, {count}"
     yield f"  {'role':<12}{'process':<12}{'device':<12}what"
     for role in roles:
         yield f"  {role:<12}{all_ranks:<12}{device:<12}{_what(role, resolved)}"
@@ -50,8 +53,12 @@ def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
         yield f"  {'engine':<12}{all_ranks:<12}{device:<12}{recipe.engine.kind}, with the learner's own weights"
     for name, place in servers:
         yield f"  {'engine':<12}{name:<12}{place or device:<12}vllm, with a copy of the weights, renewed at each version"
-    yield f"  {'collector':<12}{first if servers else all_ranks:<12}{'cpu':<12}{_source(resolved)}"
-    yield f"  {'buffer':<12}{_buffer(recipe, first)}"
+    if alone:
+        yield f"  {'collector':<12}{first if servers else all_ranks:<12}{'cpu':<12}{_source(resolved)}"
+    for number in range(0 if alone else collectors):
+        what = f"{recipe.engine.kind}, with a copy of the weights; {_source(resolved)}"
+        yield f"  {'collector':<12}{f'collector-{number}':<12}{device:<12}{what}"
+    yield f"  {'buffer':<12}{_buffer(recipe, first if alone else 'buffer')}"
     yield ""
     yield from _work(recipe, resolved.row)
 

@@ -65,6 +65,7 @@ def _collect(resolved: Resolved, meeting: Meeting, loop: Coroutines, worker: str
             _check_same(source.identity(), resolved.recipe, making, meeting)
         sink = RemoteSink(address, making.vocabulary)
         try:
+            loop.run(_begin(sink, worker))
             loop.run(_collector(sink, making, resolved, worker).run())
         except LedgerLost:
             log.warning("the buffer has lost the run %s: waiting until its learner has made it again", meeting.run)
@@ -73,6 +74,11 @@ def _collect(resolved: Resolved, meeting: Meeting, loop: Coroutines, worker: str
             loop.run(sink.close())
         log.info("the run is over")
         return
+
+
+async def _begin(sink: RemoteSink, worker: str) -> None:
+    if released := await sink.begin(worker):
+        log.info("%d prompts that an earlier %s held are given back", released, worker)
 
 
 def _wait_for_run(source: RemoteSource) -> None:

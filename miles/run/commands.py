@@ -52,7 +52,9 @@ def plan(
 def buffer(options: dict[str, Any]) -> int:
     from miles.buffer.backend import Where
     from miles.buffer.serve import Options, serve
+    from miles.run.lifeline import hold_lifeline
 
+    hold_lifeline()
     where = Where(ledger=options.pop("ledger"), payloads=options.pop("payloads"))
     return serve(Options(where=where, **options))
 

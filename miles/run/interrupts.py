@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: work that must be whole is finished first, then the run stops with a checkpoint."""
+"""Ctrl-C and SIGTERM: work that must be whole is finished first, then the run stops with a checkpoint.
+
+SIGUSR1 asks for a checkpoint at the end of the step, and the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,12 @@ class Interrupts:
         self._depth = 0
         self._pending: int | None = None
         self._cancel: Callable[[], None] | None = None
+        self._wants_checkpoint = False
+
+    def take_wish(self) -> bool:
+        """Whether a checkpoint has been asked for since the last call."""
+        wanted, self._wants_checkpoint = self._wants_checkpoint, False
+        return wanted
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -38,6 +47,7 @@ class Interrupts:
             yield
             return
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_wish)
         try:
             yield
         finally:
@@ -81,6 +91,9 @@ class Interrupts:
         pending, self._pending = self._pending, None
         if pending is not None:
             raise Interrupted(pending)
+
+    def _on_wish(self, signum: int, _frame: FrameType | None) -> None:
+        self._wants_checkpoint = True
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         if self._depth:

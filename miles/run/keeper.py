@@ -101,7 +101,8 @@ class RunKeeper:
             self._evaluate()
         self._commit(self.writer.finished())
         every = self.recipe.run.checkpoint_every
-        if every is not None and self.learner.version % every == 0:
+        due = every is not None and self.learner.version % every == 0
+        if self.interrupts.take_wish() or due:
             self.save_checkpoint(beside=self._writes_beside())
 
     def end(self) -> None:

@@ -29,6 +29,7 @@ GRACE_S = 3.0
 """For ranks to end by themselves after another one has failed; then they are killed."""
 STOP_S = 20.0
 """The same after a signal has asked all of them to stop, from the moment when the first one has."""
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TAIL = 40
 """Lines of a rank that are kept to be shown when it dies."""
 
@@ -45,8 +46,13 @@ class Ended:
     @property
     def said(self) -> str | None:
         """The paragraph that the command ended with, where it did."""
-        start = next((i for i in reversed(range(len(self.lines))) if self.lines[i].startswith("miles: ")), None)
-        return None if start is None else "\n".join(self.lines[start:]).removeprefix("miles: ")
+        return said_at_end(self.lines)
+
+
+def said_at_end(lines: Sequence[str]) -> str | None:
+    """The paragraph that a command ended with, where it did."""
+    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("miles: ")), None)
+    return None if start is None else "\n".join(lines[start:]).removeprefix("miles: ")
 
 
 @dataclass(frozen=True)
@@ -142,13 +148,17 @@ class RankProcesses:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def _hand_on(self, signum: int) -> None:
+        if signum == signal.SIGUSR1:  # asks the one that decides for a checkpoint
+            if 0 in self._live:
+                self._live[0].send_signal(signum)
+            return
         self._asked = signum
         for process in self._live.values():
             process.send_signal(signum)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM go to the ranks, which end with a checkpoint."""
+        """Ctrl-C and SIGTERM go to the ranks, which end with a checkpoint; SIGUSR1 asks for one."""
 
         def hand_on(signum: int, _frame: FrameType | None) -> None:
             self._hand_on(signum)
@@ -156,7 +166,7 @@ class RankProcesses:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = {signum: signal.signal(signum, hand_on) for signum in (signal.SIGINT, signal.SIGTERM)}
+        previous = {signum: signal.signal(signum, hand_on) for signum in HANDED_ON}
         try:
             yield
         finally:
@@ -178,7 +188,7 @@ def _watch(rank: int, process: subprocess.Popen[bytes], log: Path, ends: queue.Q
     lines: deque[str] = deque(maxlen=TAIL)
     stream = process.stderr if rank == 0 else process.stdout
     assert stream is not None
-    reading = threading.Thread(target=_read, args=(stream, lines, log), daemon=True)
+    reading = threading.Thread(target=keep_lines, args=(stream, lines, log), daemon=True)
     reading.start()
     code = process.wait()
     with contextlib.suppress(ProcessLookupError):
@@ -187,8 +197,8 @@ def _watch(rank: int, process: subprocess.Popen[bytes], log: Path, ends: queue.Q
     ends.put(Ended(rank, code, tuple(lines), log))
 
 
-def _read(stream: IO[bytes], lines: deque[str], log: Path) -> None:
-    """Bring what a rank writes into its log."""
+def keep_lines(stream: IO[bytes], lines: deque[str], log: Path) -> None:
+    """Bring what a process writes into its log, and remember the last lines."""
     waiting: list[bytes] = []
     with stream:
         for line in stream:

@@ -91,6 +91,11 @@ def start_run(
     if LIFELINE not in env:  # the ranks leave this to whoever started them
         for warning in resolved.warnings:
             view.message(f"warning: {warning}")
+    if collects and recipe.run.launcher == "processes":
+        _check_sendable(recipe, rows, reward)
+        from miles.run.launch import train_in_processes
+
+        return TrainedRun(target, train_in_processes(recipe, target, resume, view.message))
     if place is None and world_size(recipe) > 1:
         _check_sendable(recipe, rows, reward)
         from miles.run.together import train_on_ranks
@@ -110,8 +115,9 @@ def _from_here(path: Path) -> Path:
 def _check_sendable(recipe: Recipe, rows: object, reward: object) -> None:
     if given := _given(rows, reward):
         raise ConfigError(
-            f"{given[0]} is a Python object, and a run on {mesh(recipe)} starts processes of its own that do not have it: put "
-            "it into a file (data.source = 'rows.jsonl', reward.functions = 'file.py:function'), or train on one rank"
+            f"{given[0]} is a Python object, and a run on {mesh(recipe)} with run.launcher = {recipe.run.launcher!r} starts "
+            "processes of its own that do not have it: put it into a file (data.source = 'rows.jsonl', reward.functions = "
+            "'file.py:function'), or train on one rank with run.launcher = 'local'"
         )
 
 

@@ -55,6 +55,16 @@ def test_prints_the_tree_the_map_and_the_warnings(capsys: pytest.CaptureFixture[
             0,
             ["critic      main", "reference   main        cpu         frozen, KL in the reward with beta 0.01"],
         ),
+        (
+            {"run.launcher": "processes", "run.collectors": 2, "buffer.max_staleness": 1},
+            0,
+            [
+                "World map: 4 processes, no server",
+                "learner     learner     cpu",
+                "collector   collector-1 cpu         inprocess, with a copy of the weights; task:addition",
+                "buffer      buffer      disk        ledger.sqlite in the run directory",
+            ],
+        ),
         ({}, 0, ["4 steps; each: 8 prompts x 8 samples = 64 samples, 1 update"]),
         (
             {"algorithm.steps": None, "data.epochs": 2, "learner.epochs": 2, "learner.minibatches": 4, "eval.every": 5},

@@ -125,3 +125,12 @@ def test_held_signals_wait_for_a_check_and_still_end_what_can_be_cancelled():
             done.append("begun")
     assert done == ["whole", "cancelled", "begun"]
     assert caught.value.exit_code == 130
+
+
+def test_a_wish_for_a_checkpoint_is_taken_once_and_stops_nothing():
+    interrupts = Interrupts()
+    with interrupts.active():
+        assert not interrupts.take_wish()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert interrupts.take_wish()
+        assert not interrupts.take_wish()

@@ -1,0 +1,83 @@
+"""`run.launcher = "processes"`: one command starts buffer, collectors and learner on this machine, and ends all of them together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from miles.config.schema import Recipe
+from miles.config.toml import dump_toml
+from miles.errors import RoleFailed
+from miles.run.meeting import BUFFER, WEIGHTS
+from miles.run.rundir import CONFIG_FILE
+from miles.run.starting import Ended, LocalStarter, Role
+from miles.run.supervisor import Cast, Supervisor, how
+
+SHOWN = 30
+"""Log lines of a role that failed, in the message."""
+PUBLISHED = "published"
+
+
+def train_in_processes(recipe: Recipe, run_dir: Path, resume: bool, say: Callable[[str], None]) -> int:
+    """The exit code. Raises RoleFailed."""
+    run_dir = run_dir.absolute()
+    starter = LocalStarter(run_dir / "logs")
+    try:
+        with tempfile.TemporaryDirectory(prefix="miles-recipe-") as folder:
+            resolved = Path(folder) / CONFIG_FILE
+            resolved.write_text(dump_toml(recipe), encoding="utf-8")
+            cast = cast_of(recipe, resolved, run_dir, resume, _free_port())
+            supervisor = Supervisor(cast, starter, recipe.run.restarts, recipe.run.restarts_per_minute, say)
+            outcome = supervisor.run(lambda: (run_dir / CONFIG_FILE).exists())
+    finally:
+        starter.close()
+        shutil.rmtree(run_dir / PUBLISHED, ignore_errors=True)
+    if outcome.cause is not None:
+        raise _failed(outcome.cause, outcome.code, run_dir)
+    return outcome.code
+
+
+def cast_of(recipe: Recipe, resolved: Path, run_dir: Path, resume: bool, port: int) -> Cast:
+    """The roles of a run, which meet at this port of the loopback device and in the run's folder."""
+    meeting = {BUFFER: f"http://127.0.0.1:{port}", WEIGHTS: str(run_dir / PUBLISHED)}
+    command = [sys.executable, "-m", "miles"]
+    buffer = [
+        "buffer", "--single", "--dir", str(run_dir), "--listen", f"127.0.0.1:{port}",
+        "--ledger", recipe.buffer.ledger, "--payloads", recipe.buffer.payloads,
+    ]  # fmt: skip
+    names = [f"collector-{number}" for number in range(recipe.run.collectors)]
+    learn = [*command, "learn", str(resolved), "--run", str(run_dir)]
+
+    def learner(resume: bool) -> Role:
+        return Role("learner", [*learn, "--resume"] if resume else learn, meeting, shown=True)
+
+    return Cast(
+        Role("buffer", [*command, *buffer]),
+        [Role(name, [*command, "collect", str(resolved), "--worker", name], meeting) for name in names],
+        learner(resume),
+        lambda: learner((run_dir / CONFIG_FILE).exists()),
+    )
+
+
+def _free_port() -> int:
+    """A port that the service can have now and, after a restart, again."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _failed(end: Ended, code: int, run_dir: Path) -> RoleFailed:
+    if end.said is not None and code in (2, 3):
+        return RoleFailed(end.said if end.role.name == "learner" else f"{end.role.name}: {end.said}", code)
+    lines = "".join(f"\n  {line}" for line in end.lines[-SHOWN:]) or " it wrote none."
+    log = os.path.relpath(run_dir / "logs" / f"{end.role.name}.log")
+    return RoleFailed(
+        f"{how(end)}, and the run was stopped. Go on from the newest checkpoint with --resume (run.restarts, "
+        f"run.restarts_per_minute say how often a role is started again). Its last lines ({log}):{lines}",
+        code,
+    )
