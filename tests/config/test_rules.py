@@ -29,6 +29,16 @@ def test_a_plain_recipe_has_no_problem_and_no_warning() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        (
+            {"run__launcher": "processes", "buffer__url": "http://127.0.0.1:1", "buffer__run": "a"},
+            "buffer.url = 'http://127.0.0.1:1' names a service, and run.launcher = \"processes\" starts one of its own: leave "
+            "buffer.url out, or start each role by hand (miles learn, miles collect).",
+        ),
+        (
+            {"run__launcher": "processes", "engine__kind": "vllm"},
+            'engine.kind = "vllm" cannot be collected with by run.launcher = "processes" yet: leave run.launcher at "local", '
+            'whose collector asks the servers while the learner waits, or set engine.kind = "inprocess".',
+        ),
         ({"model__name": ""}, "model.name is not set: give a hub id, a folder, or tiny-random:llama."),
         (
             {"data__source": ""},

@@ -41,7 +41,7 @@ def pids(run_dir: Path) -> dict[str, int]:
 
 
 def wait_for_step(run_dir: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 500
     rows = run_dir / "metrics.jsonl"
     while not rows.exists() or f'"step": {step},' not in rows.read_text():
         assert time.monotonic() < deadline
@@ -49,7 +49,7 @@ def wait_for_step(run_dir: Path, step: int) -> None:
 
 
 def wait_until_gone(found: dict[str, int]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(Path(f"/proc/{pid}").exists() for pid in found.values()):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
@@ -80,9 +80,7 @@ def test_sigterm_leaves_a_checkpoint_and_kill_minus_nine_leaves_nobody(runs, too
     found = pids(runs["run"])
     assert set(found) == {"buffer", "learn", "collector-0", "collector-1"}
     run.send_signal(signal.SIGTERM)
-    t0 = time.monotonic()
     _, said = run.communicate(timeout=60)
-    print("SECONDS", time.monotonic() - t0)
     assert run.returncode == 143, said
     wait_until_gone(found)
     kept = [path.name for path in (runs["run"] / "checkpoints").glob("step_*")]
@@ -98,7 +96,7 @@ def test_sigterm_leaves_a_checkpoint_and_kill_minus_nine_leaves_nobody(runs, too
 @pytest.mark.slow
 def test_a_reward_that_always_fails_is_one_paragraph(runs, tools):
     runs.rewards.write_text("def reward(prompts, completions, **columns):\n    raise ValueError('no reward today')\n")
-    run = start(runs, run__restarts_per_minute=1)
+    run = start(runs, run__restarts_per_minute=1, run__collectors=1)
     _, said = run.communicate(timeout=100)
     assert run.returncode == 1
     assert "collector-" in said
