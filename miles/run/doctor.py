@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import os
 import platform
@@ -18,15 +17,14 @@ from typing import Any
 import torch
 
 from miles.config.schema import Recipe
-from miles.engine.inprocess import InProcessEngine
-from miles.env.trajectory import first_segment
 from miles.errors import BadInput
 from miles.learn.learner import Learner
 from miles.learn.load import load_model
+from miles.run.agreement import compare_engine, print_agreement, sampled_tokens
 from miles.run.local import device_of, total_steps
-from miles.run.prepare import Inputs, prepare
+from miles.run.prepare import prepare
 from miles.run.recipes import inspect
-from miles.types import Completion, Group, Sample
+from miles.types import Group
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "peft", "pydantic", "numpy")
 TINY = {
@@ -35,7 +33,6 @@ TINY = {
     "algorithm.steps": 1,
     "rollout.max_new_tokens": 8,
 }
-AGREE = 1e-3  # nat, fp32: more is a fault and not rounding
 SAME_LOSS = 1e-4  # relative
 
 
@@ -53,8 +50,9 @@ def doctor_command(recipes: Sequence[Path], overrides: Mapping[str, Any]) -> int
     inputs = prepare(recipe, resolved.row)
     model = load_model(recipe.model, seed=recipe.run.seed, device=device_of(recipe))
     learner = Learner(model, recipe, device=device_of(recipe), total_steps=total_steps(recipe, len(inputs.train)))
-    groups = asyncio.run(sample_groups(recipe, inputs, model))
-    healthy = print_agreement(learner, inputs, groups[0]) & print_invariance(recipe, model, groups)
+    found, groups = compare_engine(recipe, inputs, model, learner)
+    print_agreement(found, sampled_tokens(groups), inputs.tokenizer)
+    healthy = print_invariance(recipe, model, groups) and found.agrees
     print("everything agrees" if healthy else "something is wrong: see above")
     return 0 if healthy else 1
 
@@ -75,42 +73,6 @@ def print_machine(recipe: Recipe) -> None:
         print(f"ports     loopback works (tried {probe.getsockname()[1]}); this recipe opens none")
 
 
-async def sample_groups(recipe: Recipe, inputs: Inputs, model: Any, prompts: int = 2, n: int = 4) -> list[Group]:
-    """Real completions of the first prompts, with rewards that differ, so that there is something to train on."""
-    engine = InProcessEngine(
-        model, inputs.tokenizer, version=lambda: 0, end_token_ids=inputs.sampling.stop_token_ids,
-        deterministic=recipe.rollout.deterministic,
-    )  # fmt: skip
-    rendered = [inputs.renderer.prompt(row).ids for row in inputs.train[:prompts]]
-    answers = [
-        engine.generate(ids, n, inputs.sampling, [10 * p + i for i in range(n)]) for p, ids in enumerate(rendered)
-    ]
-    results = await asyncio.gather(*answers)
-    return [
-        Group(p, p, tuple(_sample(ids, completion, i) for i, completion in enumerate(completions)))
-        for p, (ids, completions) in enumerate(zip(rendered, results, strict=True))
-    ]
-
-
-def print_agreement(learner: Learner, inputs: Inputs, group: Group) -> bool:
-    """Engine and learner log-probabilities of the same tokens, side by side."""
-    step = learner.pack([group])
-    ours = learner.logprobs(step)
-    theirs = step.table.behavior_logprobs
-    tokens = [
-        token for s in group.samples for g in s.segments for token, m in zip(g.token_ids, g.loss_mask, strict=True) if m
-    ]
-    print(f"\n{'token':<16}{'engine':>10}{'learner':>10}{'difference':>12}")
-    for token, a, b in list(zip(tokens, theirs.tolist(), ours.tolist(), strict=True))[:12]:
-        print(f"{inputs.tokenizer.decode([token])!r:<16}{a:>10.5f}{b:>10.5f}{b - a:>12.1e}")
-    worst = (ours - theirs).abs().max().item()
-    agree = worst < AGREE
-    print(f"worst difference of {len(tokens)} tokens: {worst:.1e} nat" + ("" if agree else f", more than {AGREE}"))
-    if not agree:
-        print("  likely causes: another temperature or data type, or a model that the engine does not run exactly")
-    return agree
-
-
 def print_invariance(recipe: Recipe, model: Any, groups: Sequence[Group]) -> bool:
     """The loss of the same groups, packed in one piece and in many."""
     losses = {}
@@ -128,10 +90,6 @@ def print_invariance(recipe: Recipe, model: Any, groups: Sequence[Group]) -> boo
         + ("" if same else "  <- must be equal")
     )
     return same
-
-
-def _sample(ids: Sequence[int], completion: Completion, place: int) -> Sample:
-    return Sample((first_segment(ids, completion),), completion.stop_reason, "", reward=float(place % 2))
 
 
 def _fsync_seconds(path: Path) -> float:

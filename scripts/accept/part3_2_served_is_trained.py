@@ -15,6 +15,7 @@ from common import check, finish, run
 from torch import nn
 
 from miles.engine.fleet import Fleet, Server
+from miles.engine.inprocess import InProcessEngine
 from miles.engine.vllm_flags import ServerPlan, find_python
 from miles.engine.vllm_routes import ServerRoutes
 from miles.engine.vllm_server import VllmServer
@@ -25,7 +26,7 @@ from miles.learn.locate import locate
 from miles.publish.canary import Difference, Tolerance
 from miles.publish.files import WeightFiles
 from miles.publish.vllm import VllmPublisher
-from miles.run.doctor import sample_groups
+from miles.run.agreement import sample_groups
 from miles.run.prepare import Inputs, prepare
 from miles.run.recipes import inspect
 from miles.run.vllm import DTYPES, canary_ids
@@ -126,7 +127,10 @@ def compared_ids(inputs: Inputs) -> tuple[int, ...]:
 def train(learner: Learner, inputs: Inputs) -> float:
     """One update; the part of the parameters that it changed."""
     before = [parameter.detach().clone() for parameter in learner.model.parameters()]
-    groups = asyncio.run(sample_groups(learner.recipe, inputs, learner.model))
+    engine = InProcessEngine(
+        learner.model, inputs.tokenizer, version=lambda: 0, end_token_ids=inputs.sampling.stop_token_ids
+    )
+    groups = asyncio.run(sample_groups(engine, inputs, 0))
     step = learner.pack(groups)
     learner.update(step, learner.score(step))
     changed = [not torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True)]
