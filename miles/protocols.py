@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from miles.types import Completion, FinishedGroup, Group, Lease, PolicyUpdate, Sample, Sampling
+from miles.types import Collected, Completion, FinishedGroup, Group, Lease, PolicyUpdate, Sample, Sampling
 
 
 class Engine(Protocol):
@@ -66,6 +66,10 @@ class ExperienceSource(Protocol):
 
     def finished(self, version: int) -> list[FinishedGroup]:
         """Every group that finished for this step, in ordinal order, dropped ones too."""
+        ...
+
+    def collected(self, version: int) -> list[Collected]:
+        """Who collected the groups of this step and when, in ordinal order, dropped ones too; those whose times are known."""
         ...
 
     def group(self, ordinal: int) -> Group:

@@ -150,6 +150,17 @@ class FinishedGroup:
     version_min: int
 
 
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Who collected a group and when, by the buffer's clock (seconds since the epoch); no part of what is trained."""
+
+    ordinal: int
+    worker: str
+    start: float  # leased, the last time
+    end: float  # stored, or dropped
+    reason: str | None  # why it was dropped. None: it was not
+
+
 # --- learning: tensors -------------------------------------------------------------------------------------------
 
 

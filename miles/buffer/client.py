@@ -18,7 +18,7 @@ from miles.buffer.stream import PromptStream
 from miles.buffer.transport import Address, AsyncCaller, Caller, content, raise_for
 from miles.buffer.wire import decode_group, encode_group
 from miles.errors import ExperienceError
-from miles.types import FinishedGroup, Group, Lease
+from miles.types import Collected, FinishedGroup, Group, Lease
 
 T = TypeVar("T")
 
@@ -155,6 +155,10 @@ class RemoteSource:
     def finished(self, version: int) -> list[FinishedGroup]:
         """Summaries of every group that finished for this step, in ordinal order, dropped ones too."""
         return self._answered("GET", f"/steps/{version}/finished", list[FinishedGroup])
+
+    def collected(self, version: int) -> list[Collected]:
+        """Who collected the step's groups and when, by the buffer's clock, in ordinal order, dropped ones too."""
+        return self._answered("GET", f"/steps/{version}/collected", list[Collected])
 
     def group(self, ordinal: int) -> Group:
         """One finished group; of a dropped one where its samples were kept. Raises ExperienceError."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 from miles.buffer.ledger import Ledger
 from miles.buffer.rewinding import RewindMode
 from miles.errors import DiskFull, ExperienceError
-from miles.types import FinishedGroup, Group, Lease
+from miles.types import Collected, FinishedGroup, Group, Lease
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -105,6 +105,10 @@ class EmbeddedBuffer:
     def finished(self, version: int) -> list[FinishedGroup]:
         """Summaries of every group that finished for this step, in ordinal order, dropped ones too."""
         return self.ledger.finished(version)
+
+    def collected(self, version: int) -> list[Collected]:
+        """Who collected the step's groups and when, in ordinal order, dropped ones too."""
+        return self.ledger.collected(version)
 
     def group(self, ordinal: int) -> Group:
         """One finished group; of a dropped one where its samples were kept. Raises ExperienceError."""

@@ -141,13 +141,14 @@ class Leases:
             return []
         ordinals = self.given_back()[:n]
         ordinals += self._issue(min(n - len(ordinals), self.room()))
-        expires, version = self.clock() + ttl, self.store.state().weight_version
+        now, version = self.clock(), self.store.state().weight_version
+        expires = now + ttl
         leases = [Lease(ordinal, uuid.uuid4().hex, expires, version) for ordinal in ordinals]
         key = None if call is None else call.key
         self.store.db.executemany(
             "UPDATE prompt SET state = 'leased', lease_id = ?, worker = ?, call = ?, lease_expires = ?, lease_ttl = ?, "
-            "min_version = ?, attempts = attempts + 1 WHERE run = ? AND ordinal = ?",
-            [(each.lease_id, worker, key, expires, ttl, version, self.store.run, each.ordinal) for each in leases],
+            "min_version = ?, attempts = attempts + 1, leased = ?, finished = NULL WHERE run = ? AND ordinal = ?",
+            [(each.lease_id, worker, key, expires, ttl, version, now, self.store.run, each.ordinal) for each in leases],
         )
         if leases and call is not None:
             self.callers.note(call)
@@ -207,7 +208,10 @@ class Leases:
         self._check(lease, record, row)
         self.check_disk()
         self._insert(record)
-        self._set_state(record.ordinal, "done")
+        self.store.db.execute(
+            "UPDATE prompt SET state = 'done', finished = ? WHERE run = ? AND ordinal = ?",
+            (self.clock(), self.store.run, record.ordinal),
+        )
         self.store.set(stored=self.store.state().stored + 1)
         return True
 
@@ -270,8 +274,8 @@ class Leases:
             (self.store.run, state.epoch, ordinal, state.next_step, reason, detail, summary),
         )
         self.store.db.execute(
-            "UPDATE prompt SET state = 'dropped', step = ? WHERE run = ? AND ordinal = ?",
-            (state.next_step, self.store.run, ordinal),
+            "UPDATE prompt SET state = 'dropped', step = ?, finished = coalesce(finished, ?) WHERE run = ? AND ordinal = ?",
+            (state.next_step, self.clock(), self.store.run, ordinal),
         )
 
     def _give_back(self, condition: str, *values: int) -> int:

@@ -27,7 +27,7 @@ from miles.buffer.store import Store
 from miles.buffer.stream import PromptStream
 from miles.buffer.wire import Frame, digest_of, encode_group
 from miles.errors import ExperienceError, GroupRefused, RunDirError
-from miles.types import FinishedGroup, Group, Lease
+from miles.types import Collected, FinishedGroup, Group, Lease
 
 DEFAULT_RUN = "local"
 CONFLICT = "conflict"
@@ -98,6 +98,11 @@ class LedgerReader:
         """Summaries of the step's trained and dropped groups, in ordinal order."""
         with self._store.reading():
             return reading.finished(self._store, version)
+
+    def collected(self, version: int) -> list[Collected]:
+        """Who collected the step's trained and dropped groups and when, in ordinal order."""
+        with self._store.reading():
+            return reading.collected(self._store, version)
 
     def stats(self) -> reading.Stats:
         """Where the run's groups are, drops by reason, staleness of each step."""

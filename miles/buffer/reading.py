@@ -13,7 +13,7 @@ from miles.buffer.database import Row
 from miles.buffer.store import Store, decode_summary
 from miles.buffer.summary import unfinished
 from miles.errors import ExperienceError
-from miles.types import FinishedGroup
+from miles.types import Collected, FinishedGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,24 @@ def finished(store: Store, step: int) -> list[FinishedGroup]:
     ]
     groups = [decode_summary(row["meta"]) for row in found if row is not None] + dropped(store, step)
     return sorted(groups, key=lambda summary: summary.ordinal)
+
+
+def collected(store: Store, step: int) -> list[Collected]:
+    """Who collected a step's trained and dropped groups and when, in ordinal order; none from before a restored snapshot."""
+    row = step_row(store, step)
+    epoch = store.state().epoch if row is None else row["epoch"]
+    rows = [
+        row
+        for table, reason in (("manifest", "NULL"), ("dropped", "t.reason"))
+        for row in store.all(
+            f"SELECT p.ordinal, p.worker, p.leased, p.finished, {reason} FROM {table} t JOIN prompt p ON p.run = t.run "
+            "AND p.ordinal = t.ordinal WHERE t.run = ? AND t.step = ? AND t.epoch = ? AND p.leased IS NOT NULL AND "
+            "p.finished >= p.leased",
+            step,
+            epoch,
+        )
+    ]
+    return sorted((Collected(*row) for row in rows), key=lambda each: each.ordinal)
 
 
 def genesis(store: Store) -> str:

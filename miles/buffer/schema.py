@@ -9,7 +9,7 @@ from miles.errors import RunDirError
 
 LEDGER_NAME = "ledger.sqlite"
 SEGMENTS_NAME = "segments"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x4D694C65
 
 TABLES = (
@@ -23,7 +23,7 @@ TABLES = (
   run TEXT NOT NULL, ordinal BIGINT NOT NULL, row BIGINT NOT NULL,
   state TEXT NOT NULL CHECK (state IN ('pending', 'leased', 'done', 'placed', 'trained', 'dropped')),
   lease_id TEXT, worker TEXT, call TEXT, lease_expires DOUBLE PRECISION, lease_ttl DOUBLE PRECISION, min_version BIGINT,
-  attempts BIGINT NOT NULL, step BIGINT,
+  attempts BIGINT NOT NULL, step BIGINT, leased DOUBLE PRECISION, finished DOUBLE PRECISION,
   PRIMARY KEY (run, ordinal)) WITHOUT ROWID""",
     "CREATE INDEX prompt_state ON prompt (run, state, ordinal)",
     """CREATE TABLE grp (

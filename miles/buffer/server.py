@@ -60,6 +60,7 @@ class Service:
             ("POST", f"{run}/worker", worker),
             ("POST", f"{run}/drop", drop), ("POST", f"{run}/steps/{{step:int}}", take),
             ("GET", f"{run}/steps/{{step:int}}/groups", step_groups), ("GET", f"{run}/steps/{{step:int}}/finished", finished),
+            ("GET", f"{run}/steps/{{step:int}}/collected", collected),
             ("POST", f"{run}/commit", commit), ("POST", f"{run}/rewind", rewind), ("POST", f"{run}/version", version),
             ("POST", f"{run}/end", end), ("GET", f"{run}/stats", stats), ("GET", f"{run}/snapshot", snapshot),
             ("POST", f"{run}/restore", restore),
@@ -291,6 +292,11 @@ async def step_groups(service: Service, request: Request) -> Response:
         return page
 
     return reply(await service.thread(read))
+
+
+async def collected(service: Service, request: Request) -> Response:
+    run = await service.run(request)
+    return reply(await service.thread(run.ledger.collected, request.path_params["step"]))
 
 
 async def finished(service: Service, request: Request) -> Response:

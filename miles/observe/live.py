@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from miles.observe.plain import fact_lines, head_line, sample_line, step_line
-from miles.observe.progress import Progress, ShownSample, eval_text
+from miles.observe.progress import RECENT_STEPS, Progress, ShownSample, eval_text
 from miles.observe.rows import Row, is_eval, value_of
 from miles.observe.screen import draw, prompt_lines
 from miles.observe.stream import SafeStream
@@ -118,6 +118,11 @@ class LiveView:
         if self._sample_step is None or step - self._sample_step >= apart:
             self._sample_step = step
             self._print(sample_line(prompt, completion, reward, self._console.width))
+
+    def timeline(self, row: Row) -> None:
+        """Who did what when in the newest step; shown with the next redraw."""
+        with self._lock:
+            self.progress.timeline = [*self.progress.timeline[1 - RECENT_STEPS :], row]
 
     def message(self, text: str) -> None:
         """A line that stays: in a terminal it is printed above the panel."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import fsum, sqrt
 
-from miles.types import FinishedGroup
+from miles.types import Collected, FinishedGroup
 
 CORRECT_REWARD = 0.5
 """A sample counts as correct when its reward (unshaped, weighted sum of the parts) is at least this."""
@@ -28,6 +28,7 @@ def group_metrics(finished: Sequence[FinishedGroup], version: int | None = None)
 
     - `completion/length_correct_mean`, `length_wrong_mean`: samples with reward >= CORRECT_REWARD, and below it.
     - `groups/solved_all`, `groups/solved_none`: groups whose scored rewards are all equal, split by the same threshold.
+    - `staleness/groups/<n>`: trained groups of staleness n; a staleness that did not occur has no key.
     - `groups/dropped/<reason>`: dropped groups by reason; a reason that did not occur has no key.
     """
     groups = sorted(finished, key=lambda group: group.ordinal)
@@ -50,6 +51,15 @@ def recorded_metrics(finished: Sequence[FinishedGroup], lengths: bool) -> dict[s
         "groups/error": sum(is_error(group.reason) for group in finished),
         **({"completion/length_mean": _mean(sizes), "completion/length_max": max(sizes)} if sizes else {}),
     }
+
+
+def ready_fraction(collected: Sequence[Collected], asked: float) -> float | None:
+    """Of a step's groups that were not dropped, the share that was stored when the learner asked (seconds since the epoch).
+
+    1: the learner never waits; 0: it waits for every group. None where no group's times are known.
+    """
+    kept = [each.end <= asked for each in collected if each.reason is None]
+    return sum(kept) / len(kept) if kept else None
 
 
 def throughput_metrics(finished: Iterable[FinishedGroup], step_s: float) -> dict[str, float]:
@@ -128,7 +138,10 @@ def _group_counts(groups: Sequence[FinishedGroup]) -> dict[str, float]:
 
 def _staleness_metrics(groups: Sequence[FinishedGroup], version: int) -> dict[str, float]:
     staleness = [version - group.version_min for group in groups if group.reason is None]
-    return {"staleness/mean": _mean(staleness), "staleness/max": max(staleness)} if staleness else {}
+    if not staleness:
+        return {}
+    counts = {f"staleness/groups/{age}": count for age, count in sorted(Counter(staleness).items())}
+    return {"staleness/mean": _mean(staleness), "staleness/max": max(staleness), **counts}
 
 
 def _scored(rewards: Iterable[float | None]) -> list[float]:

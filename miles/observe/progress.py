@@ -32,6 +32,7 @@ class Progress:
     started_version: int = 0
     steps: list[Row] = field(default_factory=list)
     evals: list[Row] = field(default_factory=list)
+    timeline: list[Row] = field(default_factory=list)  # of the last steps
     sample: ShownSample | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Writes what a run measured: metrics.jsonl and samples.jsonl, one durable line after the other, and every sink."""
+"""Writes what a run measured: metrics.jsonl, samples.jsonl and timeline.jsonl, one durable line after the other, and every sink."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from typing import Any
 
 from miles.errors import MilesError, RunDirError
 from miles.observe.rows import METRICS_FILE, SAMPLES_FILE, SCORES_FILE, is_eval, parse_row, read_rows, version_of
+from miles.observe.timeline import TIMELINE_FILE
 from miles.protocols import MetricsSink
-from miles.types import Group, Sample
+from miles.types import Collected, Group, Sample
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Recorder:
         self._samples_per_step = samples_per_step
         self._clock = clock
         self._spans: dict[str, float] = {}
+        self._laid: list[tuple[str, float, float]] = []  # each span by the clock, since the last row of the timeline
         self._followed: set[int] = set()
         self._evaluated: set[int] = set()
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -56,12 +58,13 @@ class Recorder:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Adds the block's wall-clock seconds to `time/<name>_s` of the next row."""
-        start = time.perf_counter()
+        start, began = time.perf_counter(), self._clock()
         try:
             yield
         finally:
-            key = f"time/{name}_s"
-            self._spans[key] = self._spans.get(key, 0.0) + time.perf_counter() - start
+            key, seconds = f"time/{name}_s", time.perf_counter() - start
+            self._spans[key] = self._spans.get(key, 0.0) + seconds
+            self._laid.append((name, began, began + seconds))
 
     def elapsed(self, name: str) -> float:
         """Seconds that spans of this name have taken since the last row; 0 when there was none."""
@@ -112,14 +115,25 @@ class Recorder:
         parts = {str(group.ordinal): [_parts(sample) for sample in group.samples] for group in groups}
         _append(self.run_dir / SCORES_FILE, [{"step": step, "rewards": rewards, "parts": parts}] if groups else [])
 
+    def timeline(self, step: int, collected: Sequence[Collected]) -> dict[str, Any]:
+        """Write who did what when for one step: the spans that ended since the last such row, and its groups."""
+        learner, self._laid = [[name, round(start, 3), round(end, 3)] for name, start, end in self._laid], []
+        groups = [
+            [each.ordinal, each.worker, round(each.start, 3), round(each.end, 3), each.reason] for each in collected
+        ]
+        row = {"step": step, "learner": learner, "groups": groups}
+        _append(self.run_dir / TIMELINE_FILE, [row])
+        return row
+
     def rewind(self, version: int) -> None:
         """Remove every row above `version`, atomically, so that a resumed run's files equal the unbroken run's.
 
         A half-written last line goes too. Raises RunDirError when another line is damaged: nothing is removed then.
         """
-        for name in (METRICS_FILE, SAMPLES_FILE, SCORES_FILE):
+        for name in (METRICS_FILE, SAMPLES_FILE, SCORES_FILE, TIMELINE_FILE):
             _keep_rows(self.run_dir / name, version)
         self._spans.clear()
+        self._laid.clear()
         self._load()
 
     def close(self) -> None:

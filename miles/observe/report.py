@@ -25,6 +25,7 @@ from miles.observe.report_charts import (
     time_chart,
 )
 from miles.observe.report_samples import samples_html
+from miles.observe.report_timeline import timeline_html
 from miles.observe.rows import Row, is_recorded, series, value_of
 from miles.observe.rundir import FINAL_FOLDER, RunData, read_run
 from miles.observe.text import duration, gibibytes, number, printable
@@ -59,6 +60,7 @@ def report_html(data: RunData) -> str:
         ("completions", "Completions", _grid(completion_charts(data.steps))),
         ("groups", "Groups", _grid(group_charts(data))),
         ("time", "Time and memory", _time(data)),
+        ("timeline", "Who did what when", timeline_html(data.timeline)),
         ("samples", "Samples", samples_html(data.samples)),
         ("numbers", "All numbers", _numbers(data)),
         ("recipe", "Recipe", _recipe(data)),

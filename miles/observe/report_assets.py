@@ -78,6 +78,12 @@ code, pre, .answers bdi, .prompt pre { font-family: ui-monospace, "SF Mono", Men
 .unit { color: var(--soft); font-size: 12px; margin: auto 0 9px; padding-top: 8px; }
 .frame { display: grid; grid-template-columns: 46px minmax(0, 1fr); grid-template-rows: 130px 24px; }
 .large .frame { grid-template-rows: 310px 24px; }
+.lane { display: grid; grid-template-columns: minmax(90px, 190px) minmax(0, 1fr); gap: 10px; align-items: center; margin-top: 5px;
+  font-size: 12.5px; color: var(--soft); }
+.lane > span { overflow-wrap: anywhere; line-height: 1.25; }
+.lane svg { width: 100%; height: 30px; background: var(--grid); border-radius: 4px; display: block; }
+.lane .xaxis { grid-column: 2; height: 22px; }
+.lanes figcaption { margin-bottom: 8px; }
 .yaxis, .xaxis, .plot { position: relative; }
 .yaxis span { position: absolute; right: 8px; transform: translateY(-50%); }
 .xaxis { grid-column: 2; }

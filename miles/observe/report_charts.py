@@ -10,6 +10,7 @@ from miles.observe.rows import Row, is_recorded, series
 from miles.observe.rundir import RunData
 from miles.observe.warnings import KL_BEHAVIOR, TRUNCATED
 
+AGES = "staleness/groups/"
 STAGES = ("collect", "score", "update", "publish")
 
 
@@ -136,12 +137,22 @@ def group_charts(data: RunData) -> list[Chart]:
         Series("largest", series(data.steps, "staleness/max"), 2),
         Series("mean", series(data.steps, "staleness/mean"), 1),
     ]
+    ages = sorted({key for row in data.steps for key in row if key.startswith(AGES)}, key=_age)
+    histogram = [(float(_age(key)), sum(value for _, value in series(data.steps, key))) for key in ages]
     return [
         Chart("Finished groups", "groups", [Series("trained", series(data.steps, "groups/trained"), 1), *dropped],
               "Where the step's prompts went.", stacked=True),
         Chart("Groups with equal rewards", "groups", equal, "They teach a group-centred algorithm nothing.", stacked=True),
         Chart("Staleness", "versions", staleness, "Updates between sampling a group and training on it.", low=0.0),
+        Chart("Staleness of all trained groups", "groups", [Series("groups", histogram)], x_label="staleness", stacked=True),
+        Chart("Ready when asked for", "share of the step's groups", [Series("ready", series(data.steps, "time/ready_fraction"))],
+              "1: the learner never waited for a group; 0: it waited for each.", low=0.0, high=1.0),
     ]  # fmt: skip
+
+
+def _age(key: str) -> int:
+    age = key.removeprefix(AGES)
+    return int(age) if age.isascii() and age.isdigit() else 0
 
 
 def time_chart(data: RunData) -> Chart:

@@ -10,6 +10,7 @@ from typing import Any
 
 from miles.errors import RunDirError
 from miles.observe.rows import METRICS_FILE, SAMPLES_FILE, Row, eval_rows, read_rows, step_rows, value_of
+from miles.observe.timeline import TIMELINE_FILE
 
 CONFIG_FILE = "config.toml"
 FINAL_FOLDER = "final"
@@ -25,6 +26,7 @@ class RunData:
     steps: tuple[Row, ...] = ()
     evals: tuple[Row, ...] = ()
     samples: tuple[Row, ...] = ()
+    timeline: tuple[Row, ...] = ()
     final_time: float | None = None  # seconds since the epoch at which final/ was written; None: it is not there
     problems: tuple[str, ...] = ()
 
@@ -61,8 +63,8 @@ def read_run(run_dir: Path) -> RunData:
     if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE)):
         raise RunDirError(f"{run_dir} holds no run: it has neither {CONFIG_FILE} nor {METRICS_FILE}")
     recipe_text, recipe, problems = _read_recipe(run_dir / CONFIG_FILE)
-    metrics, samples = read_rows(run_dir / METRICS_FILE), read_rows(run_dir / SAMPLES_FILE)
-    for name, lines in ((METRICS_FILE, metrics), (SAMPLES_FILE, samples)):
+    metrics, samples, timeline = (read_rows(run_dir / name) for name in (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE))
+    for name, lines in ((METRICS_FILE, metrics), (SAMPLES_FILE, samples), (TIMELINE_FILE, timeline)):
         if lines.unreadable:
             numbers = ", ".join(map(str, lines.unreadable[:5])) + ("..." if len(lines.unreadable) > 5 else "")
             problems.append(f"{name}: {len(lines.unreadable)} line(s) could not be read and are left out ({numbers})")
@@ -73,6 +75,7 @@ def read_run(run_dir: Path) -> RunData:
         steps=tuple(step_rows(metrics.rows)),
         evals=tuple(eval_rows(metrics.rows)),
         samples=tuple(samples.rows),
+        timeline=tuple(timeline.rows),
         final_time=final_time(run_dir),
         problems=tuple(problems),
     )

@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from miles.observe.plot import curve, sparkline
-from miles.observe.progress import Progress, eval_text
-from miles.observe.rows import is_recorded, series, value_of
+from miles.observe.progress import RECENT_STEPS, Progress, eval_text
+from miles.observe.rows import Row, is_recorded, series, value_of
 from miles.observe.text import duration, gibibytes, number, one_line, question, tail
+from miles.observe.timeline import timeline_of
 from miles.observe.warnings import Finding, warnings_at_end
 
 METERS = (
@@ -29,6 +30,7 @@ METERS = (
     ("clipped", "ratio/clip_fraction", "{:.1%}".format),
     ("samples/s", "throughput/samples_per_s", number),
     ("step time", "time/step_s", duration),
+    ("ready", "time/ready_fraction", "{:.0%}".format),
     ("memory", "memory/peak_bytes", gibibytes),
 )
 SPARK_COLUMNS = 10
@@ -41,10 +43,11 @@ def draw(progress: Progress, width: int, height: int, waiting_s: float | None = 
     evals = _evals(progress, inner)
     sample = _sample(progress, inner, tall=height >= 22)
     meters = _meters(progress, inner, rows=3 if height < 22 else 5)
-    used = 2 + 1 + len(evals) + len(sample) + len(warnings) + meters.row_count + 1
+    buffer = _buffer(progress, inner) if height >= 22 else []
+    used = 2 + 1 + len(evals) + len(sample) + len(warnings) + meters.row_count + len(buffer) + 1
     plot = _plot(progress, inner, min(max(height - used - 1, 3), 12))
     return Panel(
-        Group(_bar(progress, inner, waiting_s), *plot, meters, *evals, *sample, *warnings),
+        Group(_bar(progress, inner, waiting_s), *plot, meters, *buffer, *evals, *sample, *warnings),
         title=Text(one_line(_title(progress), max(inner - 4, 4)), style="bold"),
         title_align="left",
         border_style="cyan",
@@ -109,6 +112,26 @@ def _meters(progress: Progress, width: int, rows: int) -> Table:
             ]
         table.add_row(*cells)
     return table
+
+
+def _buffer(progress: Progress, width: int) -> list[Text]:
+    """Over the last steps: how old the trained groups were, what was dropped and why, and who waited how long."""
+    recent = progress.steps[-RECENT_STEPS:]
+    lines = []
+    if any((value_of(row, "staleness/max") or 0) > 0 for row in recent):
+        lines.append(("staleness", _counts(recent, "staleness/groups/")))
+    lines.append(("dropped", _counts(recent, "groups/dropped/")))
+    timeline = timeline_of(progress.timeline, RECENT_STEPS)
+    waits = [] if timeline is None else timeline.waits()
+    if len(waits) > 2 or any(wait.share > 0.01 for wait in waits[1:]):
+        lines.append(("waited", ", ".join(f"{wait.role} {wait.share:.0%}" for wait in waits)))
+    return [Text(one_line(f"{name}: {said}", width), style="dim") for name, said in lines if said]
+
+
+def _counts(rows: Sequence[Row], prefix: str) -> str:
+    keys = sorted({key for row in rows for key in row if key.startswith(prefix)})
+    counts = {key.removeprefix(prefix): sum(value for _, value in series(rows, key)) for key in keys}
+    return ", ".join(f"{name} {count:.0f}" for name, count in counts.items())
 
 
 def _evals(progress: Progress, width: int) -> list[Text]:

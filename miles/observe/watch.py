@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from miles.observe.live import LiveView
+from miles.observe.progress import RECENT_STEPS
 from miles.observe.rows import METRICS_FILE, SAMPLES_FILE, Row, parse_row, value_of
 from miles.observe.rundir import RunData, final_time, has_ended, read_run
 from miles.observe.text import duration
+from miles.observe.timeline import TIMELINE_FILE
 
 POLL_S = 0.5
 QUIET_S = 600.0
@@ -63,16 +65,17 @@ def watch(
     shown = view or LiveView()
     for problem in data.problems:
         shown.message(problem)
-    metrics, samples = Tail(run_dir / METRICS_FILE), Tail(run_dir / SAMPLES_FILE)
+    metrics, samples, timeline = (Tail(run_dir / name) for name in (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE))
     shown.start(data.facts, data.total_steps)
     try:
+        _show_timeline(shown, timeline.read())
         shown.catch_up(metrics.read())
         _show_sample(shown, samples.read())
         quiet = _quiet_for(run_dir, shown, now)
         if quiet is not None and not data.ended:
             shown.message(_stopped(data, quiet))
         elif follow:
-            _follow(run_dir, data, shown, metrics, samples, sleep)
+            _follow(run_dir, data, shown, metrics, samples, timeline, sleep)
     except KeyboardInterrupt:
         shown.message("no longer watching; the run itself is not touched")
     finally:
@@ -80,22 +83,30 @@ def watch(
 
 
 def _follow(
-    run_dir: Path, data: RunData, shown: LiveView, metrics: Tail, samples: Tail, sleep: Callable[[float], None]
-) -> None:
+    run_dir: Path, data: RunData, shown: LiveView, metrics: Tail, samples: Tail, timeline: Tail,
+    sleep: Callable[[float], None],
+) -> None:  # fmt: skip
     while True:
         ended = has_ended(final_time(run_dir), shown.progress.steps)
         rows = metrics.read()
         if metrics.restarted:
             shown.start(data.facts, data.total_steps)
             shown.message("the run was resumed: its rows are read again")
+            _show_timeline(shown, timeline.read())
             shown.catch_up(rows)
         else:
+            _show_timeline(shown, timeline.read())
             for row in rows:
                 shown.log(row)
         _show_sample(shown, samples.read())
         if ended and not rows:
             return
         sleep(POLL_S)
+
+
+def _show_timeline(shown: LiveView, rows: list[dict[str, Any]]) -> None:
+    for row in rows[-RECENT_STEPS:]:
+        shown.timeline(row)
 
 
 def _show_sample(shown: LiveView, rows: list[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from miles.learn.export import read_marker
 from miles.learn.learner import Learner
 from miles.learn.writer import Writer
 from miles.observe.live import LiveView
-from miles.observe.metrics import group_metrics, recorded_metrics, throughput_metrics
+from miles.observe.metrics import group_metrics, ready_fraction, recorded_metrics, throughput_metrics
 from miles.observe.recorder import Recorder
 from miles.observe.rows import METRICS_FILE, eval_rows, read_rows
 from miles.protocols import ExperienceSource
@@ -56,6 +56,7 @@ class RunKeeper:
     saved_version: int = -1  # newest checkpoint on disk
     tell_end: Callable[[], None] = lambda: None  # the run has ended well, and nothing more will be collected
     _step_started: float = field(default_factory=time.perf_counter)
+    _asked: float = field(default_factory=time.time)  # for the step's groups, seconds since the epoch
     _told_short: set[str] = field(default_factory=set)
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -69,18 +70,21 @@ class RunKeeper:
             self._evaluate()
 
     def wants_more(self) -> bool:
-        self._step_started = time.perf_counter()
+        self._step_started, self._asked = time.perf_counter(), time.time()
         steps = self.recipe.algorithm.steps
         return (steps is None or self.learner.version < steps) and not self._reached_reward()
 
     def log_step(self, metrics: Mapping[str, float]) -> None:
         version = self.learner.version
-        finished = self._finished(version - 1)
+        finished, collected = self._finished(version - 1), self.buffer.collected(version - 1)
+        ready = ready_fraction(collected, self._asked)
         seconds = time.perf_counter() - self._step_started
         row = {
             "step": version, "version": version, **self._group_metrics(finished), **metrics, "time/step_s": seconds,
             **(throughput_metrics(finished, seconds) if not self.row.recorded else {}),
+            **({} if ready is None else {"time/ready_fraction": ready}),
         }  # fmt: skip
+        self.view.timeline(self.recorder.timeline(version, collected))
         self.view.step(self.recorder.step(row))
         self._show_one(self._record_samples(version, finished))
         self.recorder.scores(version, self.learner.judged)
@@ -131,7 +135,8 @@ class RunKeeper:
             self._commit(self.writer.wait())
             if self.learner.version == self.saved_version:
                 return
-            self._commit(self.save(beside))
+            with self.recorder.span("checkpoint"):
+                self._commit(self.save(beside))
             self.saved_version = self.learner.version
 
     def _commit(self, oldest: Path | None) -> None:

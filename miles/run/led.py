@@ -13,7 +13,7 @@ from miles.run.crew import Crew
 from miles.run.duties import broadcast_groups
 from miles.run.interrupts import Interrupts
 from miles.run.keeper import RunKeeper
-from miles.types import FinishedGroup, Group
+from miles.types import Collected, FinishedGroup, Group
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,10 @@ class LedSource:
     def finished(self, version: int) -> list[FinishedGroup]:
         """On rank 0; the others log nothing."""
         return [] if self._buffer is None else self._buffer.finished(version)
+
+    def collected(self, version: int) -> list[Collected]:
+        """On rank 0; the others log nothing."""
+        return [] if self._buffer is None else self._buffer.collected(version)
 
     def group(self, ordinal: int) -> Group:
         """On rank 0, whose keeper alone asks."""

@@ -27,7 +27,7 @@ from miles.run.local import device_of, load_trained
 from miles.run.place import mesh, world_size
 from miles.run.resume import CHECKPOINTS
 from miles.run.rundir import stored_recipe
-from miles.types import FinishedGroup, Group, PolicyUpdate
+from miles.types import Collected, FinishedGroup, Group, PolicyUpdate
 
 MEASURED = ("time", "throughput/", "memory/")
 """Beginnings of metric names that are of a machine at a moment."""
@@ -78,6 +78,9 @@ class LedgerSource:
 
     def finished(self, version: int) -> list[FinishedGroup]:
         return self.reader.finished(version)
+
+    def collected(self, version: int) -> list[Collected]:
+        return self.reader.collected(version)
 
     def advance(self, version: int) -> None:
         """Nothing is written."""

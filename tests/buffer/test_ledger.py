@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from miles.buffer.segments import Segments
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.errors import ConfigError, ExperienceError, GroupRefused, RunDirError
-from miles.types import Group, Lease
+from miles.types import Collected, Group, Lease
 
 Open = Callable[..., Ledger]
 Fill = Callable[..., list[int]]
@@ -114,7 +115,7 @@ def test_another_schema_version_is_refused(open_ledger: Open, tmp_path: Path) ->
     db = sqlite3.connect(tmp_path / "ledger.sqlite")
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(RunDirError, match="has schema version 99, this version of Miles uses 2"):
+    with pytest.raises(RunDirError, match="has schema version 99, this version of Miles uses 3"):
         open_ledger(resume=True)
 
 
@@ -327,6 +328,26 @@ def test_stats_and_events(
         ("commit", {"version": 1, "checkpoint": "step_000001"}),
     ]
     assert {event.time for event in ledger.events()} == {clock()}
+
+
+def test_who_collected_what_and_when(open_ledger: Open, make_group: Callable[..., Group], clock: Any) -> None:
+    ledger = open_ledger(2, max_staleness=1)
+    first, lost, third = ledger.lease(3, "ann", 10.0)
+    clock.now += 2.0
+    ledger.put(first, make_group(0, 0))
+    ledger.drop(third, "solved_all: every answer right")
+    clock.now += 10.0
+    (again,) = ledger.lease(1, "bob", 60.0)
+    assert again.ordinal == lost.ordinal
+    clock.now += 1.0
+    ledger.put(again, make_group(1, 1))
+    assert ledger.create(0) == [0, 1]
+    assert ledger.collected(0) == [
+        Collected(0, "ann", 1000.0, 1002.0, None),
+        Collected(1, "bob", 1012.0, 1013.0, None),
+        Collected(2, "ann", 1000.0, 1002.0, "solved_all"),
+    ]
+    assert ledger.collected(1) == []
 
 
 def test_an_altered_payload_is_found(open_ledger: Open, fill: Fill) -> None:
