@@ -26,7 +26,8 @@ OVERRIDES = (
 )
 
 
-BUFFER_OPTIONS = ("folder", "listen", "token_file", "tls_cert", "tls_key", "insecure", "ledger", "payloads", "single")
+SERVICE_OPTIONS = ("listen", "token_file", "tls_cert", "tls_key", "insecure")
+BUFFER_OPTIONS = ("folder", *SERVICE_OPTIONS, "ledger", "payloads", "single")
 
 Command = Callable[[argparse.Namespace, dict[str, Any]], int]
 
@@ -37,6 +38,9 @@ COMMANDS: Mapping[str, Command] = {
     "buffer": lambda o, _: commands.buffer({name: getattr(o, name) for name in BUFFER_OPTIONS}),
     "learn": lambda o, overrides: commands.learn(o.recipes, overrides, o.run, o.resume),
     "collect": lambda o, overrides: commands.collect(o.recipes, overrides, o.worker),
+    "serve": lambda o, overrides: commands.serve(
+        o.recipes, overrides, {key: getattr(o, key) for key in SERVICE_OPTIONS}
+    ),
     "watch": lambda o, _: commands.watch(o.run),
     "report": lambda o, _: commands.report(o.run),
     "export": lambda o, _: commands.export(o.run, o.to, o.merge),
@@ -204,6 +208,14 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     _add_recipes(collect)
     collect.add_argument("--worker", metavar="NAME", help="name in the ledger (default: machine and process)")
+    serve = command(
+        "serve",
+        "keep the vLLM servers of a recipe for runs of any machine, one run at a time",
+        "Listens on this machine's loopback unless told otherwise, and prints how to join. Another address needs a token "
+        f"(MILES_ENGINE_TOKEN or --token-file), and TLS or --insecure. {OVERRIDES}",
+    )
+    _add_recipes(serve)
+    _add_service(serve, "127.0.0.1:7080")
 
     watch = command("watch", "live view of a run in the terminal, also of a finished or dead one")
     _add_run(watch)
@@ -290,13 +302,7 @@ def _add_buffer(parser: Parser) -> None:
     parser.add_argument(
         "--single", action="store_true", help="DIR is the folder of one run, whose ledger it holds itself"
     )
-    parser.add_argument(
-        "--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="default: 127.0.0.1:7070; port 0: any"
-    )
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="tokens that open the service, one a line")
-    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM)")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="key of the certificate (PEM)")
-    parser.add_argument("--insecure", action="store_true", help="another address than loopback without TLS")
+    _add_service(parser, "127.0.0.1:7070")
     parser.add_argument(
         "--ledger",
         default="sqlite",
@@ -304,6 +310,14 @@ def _add_buffer(parser: Parser) -> None:
         help="sqlite; nothing else is built yet",
     )
     parser.add_argument("--payloads", default="local", metavar="URL", help="local; nothing else is built yet")
+
+
+def _add_service(parser: Parser, default: str) -> None:
+    parser.add_argument("--listen", default=default, metavar="HOST:PORT", help=f"default: {default}; port 0: any")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="tokens that open the service, one a line")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM)")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="key of the certificate (PEM)")
+    parser.add_argument("--insecure", action="store_true", help="another address than loopback without TLS")
 
 
 def _add_run(parser: Parser) -> None:

@@ -39,7 +39,8 @@ from miles.publish.canary import Tolerance
 from miles.publish.files import WeightFiles
 from miles.publish.vllm import VllmPublisher
 from miles.run.recipes import inspect
-from miles.run.vllm import CANARY, adapter_slots
+from miles.run.servers import adapter_slots
+from miles.run.vllm import CANARY
 
 RANK = 16
 CONTEXT = 512
@@ -137,7 +138,7 @@ def move(learner: Learner) -> None:
 def served(learner: Learner, kind: str, threads: int) -> Iterator[tuple[VllmServer, Path]]:
     shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=shm) as published:
-        slots = adapter_slots(learner.recipe, peft_config(learner.model, "actor")) if kind == "adapter" else None
+        slots = adapter_slots(learner.recipe) if kind == "adapter" else None
         source = locate(learner.recipe.model)
         plan = ServerPlan(
             source.place, source.commit, "fp32", 64, CONTEXT, 1.0, Path(published), threads=threads, adapters=slots

@@ -1,55 +1,18 @@
-"""What stands between the network and the service: who may call, and how many bytes may stand in memory."""
+"""What stands between the network and the buffer: how many bytes of bodies may stand in memory, and which are read at all."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from miles.buffer.api import MSGPACK, RECORD
+from miles.web.door import Refused
 
-OPEN_ROUTES = ("/livez",)
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 BODY_S = 120.0
-
-
-class Refused(Exception):
-    """A request that is answered with a status and one sentence, and nothing else is done with it."""
-
-    def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry_after = retry_after
-
-
-class Doorkeeper:
-    """Lets in who shows one of the tokens; without tokens only requests that name this machine as their host.
-
-    A page in a browser can send requests to services of its machine, under a name that it made point here; so names count.
-    """
-
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
-
-    def check(self, request: Request) -> None:
-        """Raises Refused. The time it takes does not depend on how much of a token is right."""
-        if request.url.path in OPEN_ROUTES:
-            return
-        if not self._digests:
-            name = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-            if name not in LOOPBACK_NAMES:
-                raise Refused(421, "this service has no token and answers to its loopback address alone")
-            return
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        shown = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
-        found = [hmac.compare_digest(shown, digest) for digest in self._digests]
-        if scheme.lower() != "bearer" or not any(found):
-            raise Refused(401, "a bearer token is needed: set MILES_BUFFER_TOKEN or buffer.token_file")
 
 
 class Bodies:

@@ -20,13 +20,14 @@ from starlette.routing import Route
 from miles.buffer import api
 from miles.buffer.callers import Call
 from miles.buffer.gauges import Meters, exposition
-from miles.buffer.guard import Bodies, Doorkeeper, Refused, check_head, header, pieces
+from miles.buffer.guard import Bodies, check_head, header, pieces
 from miles.buffer.leases import checked_name
 from miles.buffer.record import Record, record_of
 from miles.buffer.runs import Run, Runs
 from miles.buffer.wire import Frame, decode_group
 from miles.errors import GroupRefused, LedgerLost, MilesError
 from miles.types import Lease
+from miles.web.door import Doorkeeper, Refused
 
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)

@@ -169,14 +169,16 @@ MOST_SERVED_RANK = 512
 
 def _servers(recipe: Recipe) -> Iterator[str]:
     engine, publish = recipe.engine, recipe.publish
-    if engine.kind != "vllm":
+    if engine.kind == "inprocess":
         if publish.kind in ("files", "adapter") and not _apart(recipe):
             yield (
                 f'publish.kind = "{publish.kind}" brings weights to servers, and engine.kind = "{engine.kind}" has none: leave '
                 'publish.kind out, or set engine.kind = "vllm".'
             )
         return
-    if publish.kind == "inprocess":
+    if engine.kind == "auto":
+        yield from _handed_over(recipe)
+    elif publish.kind == "inprocess":
         yield 'publish.kind = "inprocess" shares weights, which a server of engine.kind = "vllm" cannot: leave publish.kind out.'
     if publish.kind == "adapter" and recipe.lora.rank is None:
         yield 'publish.kind = "adapter" needs adapters: set lora.rank, or leave publish.kind out.'
@@ -192,11 +194,24 @@ def _servers(recipe: Recipe) -> Iterator[str]:
             f"engine.context = {engine.context} leaves no room for a prompt beside rollout.max_new_tokens = "
             f"{recipe.rollout.max_new_tokens}: raise engine.context, or leave it out for as many as the model reads."
         )
-    if engine.urls and publish.directory is None:
-        yield "engine.urls needs publish.directory: the folder, shared with those servers, that new weights are written to."
-    for url in engine.urls:
-        if not url.startswith(("http://", "https://", "unix:/")):
-            yield f"engine.urls holds {url!r}: write http://host:port, https://host:port or unix:/path/of/socket."
+    for url in engine.url:
+        if not URL.fullmatch(url):
+            yield f"engine.url holds {url!r}: write http://HOST:PORT or https://HOST:PORT, as `miles serve` prints it."
+    if len(set(engine.url)) < len(engine.url):
+        yield "engine.url names a service twice: name each once."
+
+
+def _handed_over(recipe: Recipe) -> Iterator[str]:
+    """What `auto`, which has two engines, cannot work with."""
+    if recipe.publish.kind != "auto":
+        yield (
+            f'publish.kind = "{recipe.publish.kind}" is one way, and engine.kind = "auto" goes from one engine to another: leave '
+            "publish.kind out."
+        )
+    if recipe.parallel.shard * recipe.parallel.replicate > 1 or recipe.run.launcher != "local" or _apart(recipe):
+        yield (
+            'engine.kind = "auto" hands over within one process, and this run may have several (ranks, or collectors at buffer.url): use "vllm", or "inprocess".'
+        )
 
 
 def _buffer(recipe: Recipe) -> Iterator[str]:
@@ -263,21 +278,33 @@ def _unused_inputs(recipe: Recipe, given: Collection[str]) -> Iterator[tuple[str
         yield from ((f"reward.{name}", "reward.overlong is false") for name in ("overlong_factor", "overlong_buffer"))
 
 
-VLLM_KEYS = ("servers", "urls", "python", "param_dtype", "kv_cache_gib", "start_timeout_s", "stall_s")
+VLLM_KEYS = (
+    "servers",
+    "url",
+    "token_file",
+    "ca_file",
+    "python",
+    "param_dtype",
+    "kv_cache_gib",
+    "start_timeout_s",
+    "stall_s",
+)
 
 
 def _unused_engine(recipe: Recipe) -> Iterator[tuple[str, str]]:
     engine = recipe.engine
-    if engine.kind != "vllm":
+    if engine.kind != "auto":
+        yield "engine.crossover", f'engine.kind is "{engine.kind}"'
+    if engine.kind == "inprocess":
         yield from ((f"engine.{name}", f'engine.kind is "{engine.kind}"') for name in VLLM_KEYS)
         yield "publish.verify", f'engine.kind is "{engine.kind}"'
         if not _apart(recipe):
             yield "publish.directory", f'engine.kind is "{engine.kind}"'
         return
-    yield "rollout.deterministic", "a vLLM server's bits depend on what else it computes"
-    if engine.urls:
-        started = ("servers", "python", "param_dtype", "kv_cache_gib")
-        yield from ((f"engine.{name}", "engine.urls names servers that run already") for name in started)
+    if engine.kind == "vllm":
+        yield "rollout.deterministic", "a vLLM server's bits depend on what else it computes"
+    if not engine.url:
+        yield from ((f"engine.{name}", "engine.url is not set") for name in ("token_file", "ca_file"))
 
 
 def _unused_buffer(recipe: Recipe) -> Iterator[tuple[str, str]]:

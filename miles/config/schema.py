@@ -5,9 +5,9 @@ The sentence under a key is its documentation; `docs/recipe.md` is made from it.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -15,6 +15,11 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _one_or_more(value: Any) -> Any:
+    """A single text stands for a list of one."""
+    return (value,) if isinstance(value, str) else value
 
 
 class Section(BaseModel):
@@ -106,14 +111,20 @@ class Rollout(Section):
 
 
 class Engine(Section):
-    kind: Literal["inprocess", "vllm"] = "inprocess"
-    """Where completions come from: `inprocess` samples with the learner's own weights, `vllm` from vLLM servers."""
+    kind: Literal["inprocess", "vllm", "auto"] = "inprocess"
+    """Where completions come from: `inprocess` samples with the learner's own weights, `vllm` from vLLM servers, `auto` begins in process and hands over to vLLM where that is faster."""
+    crossover: PositiveInt | None = None
+    """Tokens that a step samples from which `auto` takes vLLM. None: what `miles bench engine` measured on this machine; without that never on a CPU, and 32768 on a GPU."""
     max_batch: PositiveInt = 64
     """Samples decoded at the same time, at most; of each server where there are several."""
     servers: PositiveInt = 1
     """vLLM servers that the run starts on this machine."""
-    urls: tuple[str, ...] = ()
-    """Servers that run already, `http://host:port` or `unix:/path`, instead of starting any; they must read `publish.directory`."""
+    url: Annotated[tuple[str, ...], BeforeValidator(_one_or_more)] = ()
+    """Services that `miles serve` started, `http://HOST:PORT` or `https://HOST:PORT`, instead of starting servers; one address or several."""
+    token_file: str | None = None
+    """File with the token for `url`. None: the environment's MILES_ENGINE_TOKEN, where it is set."""
+    ca_file: str | None = None
+    """Certificates (PEM) to trust at `url`. None: those of the system."""
     python: str | None = None
     """Python that runs vLLM. None: `.venv-vllm` beside this environment (`make setup-vllm`) where there is one, else this Python."""
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"

@@ -15,6 +15,8 @@ from miles.engine.stopping import Stopper
 from miles.engine.vllm_routes import (
     ADAPTER,
     GENERATE,
+    NOTHING_TO_SHOW,
+    Access,
     NotANumber,
     Progress,
     async_client,
@@ -52,14 +54,14 @@ class VllmEngine:
         vocabulary: int,
         adapters: bool,
         stall_s: float = 15.0,
-        token: str | None = None,
-        connect: Callable[[str, str | None], httpx2.AsyncClient] = async_client,
+        access: Access = NOTHING_TO_SHOW,
+        connect: Callable[[str, Access], httpx2.AsyncClient] = async_client,
     ) -> None:
         """`context`: tokens of prompt and completion together. `adapters`: weights are LoRA adapters named by version."""
         self._fleet, self._tokenizer = fleet, tokenizer
         self._end_token_ids = tuple(end_token_ids)
         self._context, self._vocabulary, self._adapters = context, vocabulary, adapters
-        self._stall_s, self._token, self._connect = stall_s, token, connect
+        self._stall_s, self._access, self._connect = stall_s, access, connect
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: dict[Server, _Link] = {}
 
@@ -148,7 +150,7 @@ class VllmEngine:
 
     def _link(self, server: Server) -> _Link:
         if server not in self._links:
-            client = self._connect(server.url, self._token)
+            client = self._connect(server.url, self._access)
             self._links[server] = _Link(server, client, self._stall_s)
         return self._links[server]
 
@@ -199,8 +201,8 @@ class _Link:
         self._answers += 1
         if answer.status_code != 200:
             refused = f"it refused with status {answer.status_code}: {told(answer.text)}"
-            # 404: it has no such adapter, since it was started anew. Other 4xx: no server would take the request.
-            if answer.status_code == 404 or answer.status_code >= 500:
+            # 404: it has no such adapter, since it was started anew. 409: its port forgot us. Other 4xx: no server would take it.
+            if answer.status_code in (404, 409) or answer.status_code >= 500:
                 raise ServerFault(refused, gone=True)
             raise EngineError(f"{self._server.name}: {refused}")
         return answer.json()

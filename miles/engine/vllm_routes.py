@@ -8,23 +8,26 @@ import json
 import math
 import re
 import socket
+import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import httpx2
 
-from miles.errors import ServerFault
+from miles.errors import BadInput, ServerFault
 from miles.types import Completion, Sampling, VersionSpan
 
 GENERATE = "/inference/v1/generate"
 ADAPTER = "policy-v{version}"
-_ADAPTER_NAME = re.compile(r"policy-v(0|[1-9][0-9]{0,17})")
+ADAPTER_NAME = re.compile(r"policy-v(0|[1-9][0-9]{0,17})")
+RUN_HEADER = "x-miles-run"
+"""Names the run that calls, where servers stand behind a port (`engine/port.py`)."""
 UNVERIFIED = "unverified-{version}"
 """What a server calls weights until a canary has confirmed them."""
 
-_VERSION = re.compile(r"(unverified-)?(0|[1-9][0-9]{0,17})")
+VERSION = re.compile(r"(unverified-)?(0|[1-9][0-9]{0,17})")
 
 _NO_NUMBER = -9000.0  # vLLM sends -9999 where a log-probability is NaN or -inf
 _COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
@@ -43,16 +46,44 @@ class Progress:
     waiting: float  # requests that wait for a place
 
 
-def _keywords(url: str, token: str | None, timeout_s: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Access:
+    """What is shown at a port: by a run, and to it. The token is in no repr, log or message."""
+
+    token: str | None = field(default=None, repr=False)
+    run: str | None = None
+    ca_file: Path | None = None  # certificates to trust. None: those of the system
+
+    @property
+    def headers(self) -> dict[str, str]:
+        shown = {RUN_HEADER: self.run} if self.run is not None else {}
+        return shown | ({"authorization": f"Bearer {self.token}"} if self.token is not None else {})
+
+    def verify(self) -> ssl.SSLContext | bool:
+        """For an HTTP client. Raises BadInput."""
+        if self.ca_file is None:
+            return True
+        try:
+            return ssl.create_default_context(cafile=str(self.ca_file))
+        except OSError as error:
+            raise BadInput(f"engine.ca_file {self.ca_file} cannot be used: {error}") from error
+
+
+NOTHING_TO_SHOW = Access()
+
+
+def _keywords(url: str, access: Access, timeout: httpx2.Timeout) -> dict[str, Any]:
     """Keywords of an HTTP client for `unix:/path/to.sock` or `http://host:port`."""
-    unix = url.removeprefix("unix:") if url.startswith("unix:") else None
     return {
-        "base_url": "http://vllm" if unix else url,
-        "headers": {"Authorization": f"Bearer {token}"} if token else {},
-        "timeout": httpx2.Timeout(timeout_s),
+        "base_url": "http://vllm" if url.startswith("unix:") else url,
+        "headers": access.headers,
+        "timeout": timeout,
         "trust_env": False,  # a proxy has no business between us and our server
-        "_unix": unix,
     }
+
+
+def _socket_of(url: str) -> str | None:
+    return url.removeprefix("unix:") if url.startswith("unix:") else None
 
 
 def listening(url: str) -> bool:
@@ -70,14 +101,12 @@ def listening(url: str) -> bool:
     return True
 
 
-def async_client(url: str, token: str | None = None, connections: int = 1024) -> httpx2.AsyncClient:
+def async_client(url: str, access: Access = NOTHING_TO_SHOW, connections: int = 1024) -> httpx2.AsyncClient:
     """For requests that take as long as they take: whether they move is judged elsewhere."""
-    keywords = _keywords(url, token, 10.0)
-    unix = keywords.pop("_unix")
     limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
-    transport = httpx2.AsyncHTTPTransport(uds=unix, limits=limits)
-    keywords["timeout"] = httpx2.Timeout(10.0, read=None, pool=None)
-    return httpx2.AsyncClient(**keywords, transport=transport)
+    transport = httpx2.AsyncHTTPTransport(uds=_socket_of(url), limits=limits, verify=access.verify())
+    timeout = httpx2.Timeout(10.0, read=None, pool=None)
+    return httpx2.AsyncClient(**_keywords(url, access, timeout), transport=transport)
 
 
 def request_body(
@@ -133,7 +162,7 @@ def _spans(given: Sequence[Mapping[str, Any]], length: int) -> tuple[list[Versio
     spans: list[VersionSpan] = []
     end, unverified = 0, None
     for span in given:
-        match = _VERSION.fullmatch(str(span["version"]))
+        match = VERSION.fullmatch(str(span["version"]))
         if match is None:
             raise ServerFault(f"it serves weights that it calls {span['version']!r}, which nobody gave it", gone=True)
         if span["start"] != end or span["end"] <= end:
@@ -162,13 +191,16 @@ class ServerRoutes:
     """The routes that change or ask what a server serves. Blocking; each raises ServerFault with the server's own words."""
 
     def __init__(
-        self, url: str, token: str | None = None, timeout_s: float = 60.0, transport: httpx2.BaseTransport | None = None
+        self,
+        url: str,
+        access: Access = NOTHING_TO_SHOW,
+        timeout_s: float = 60.0,
+        transport: httpx2.BaseTransport | None = None,
     ) -> None:
         """`transport`: None connects to the url."""
-        keywords = _keywords(url, token, timeout_s)
-        unix = keywords.pop("_unix")
         self._listening = functools.partial(listening, url) if transport is None else lambda: True
-        self._client = httpx2.Client(**keywords, transport=transport or httpx2.HTTPTransport(uds=unix))
+        found = transport or httpx2.HTTPTransport(uds=_socket_of(url), verify=access.verify())
+        self._client = httpx2.Client(**_keywords(url, access, httpx2.Timeout(timeout_s)), transport=found)
 
     def __enter__(self) -> Self:
         return self
@@ -243,7 +275,11 @@ class ServerRoutes:
     def adapters(self) -> list[int]:
         """Versions of the policy's adapters that are loaded, ascending."""
         names = [card["id"] for card in self._call("GET", "/v1/models")["data"]]
-        return sorted(int(match[1]) for name in names if (match := _ADAPTER_NAME.fullmatch(name)))
+        return sorted(int(match[1]) for name in names if (match := ADAPTER_NAME.fullmatch(name)))
+
+    def forget_prefixes(self) -> None:
+        """No request reads keys and values that an earlier one has left."""
+        self._call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
 
     # --- what it computes ------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def check_installed(python: str) -> str:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(f"engine.python = {python!r} is no Python that runs ({error}): {way_out}") from error
     if not versions:
-        raise ConfigError(f'engine.kind = "vllm", but vLLM is not installed for {python}: {way_out}')
+        raise ConfigError(f"vLLM is not installed for {python}: {way_out}")
     version = versions[0]
     if not version.startswith(tuple(f"{known}." for known in VERSIONS)):
         raise ConfigError(f"{python} has vLLM {version}; Miles knows the routes of {' and '.join(VERSIONS)}: {way_out}")
@@ -85,6 +85,10 @@ class VllmServer:
     @property
     def exit_code(self) -> int | None:
         return self._process.poll() if self._process is not None else None
+
+    def wait_end(self) -> int | None:
+        """Block until the process ends; its exit code."""
+        return self._process.wait() if self._process is not None else None
 
     def start(self) -> None:
         """Start the process; also again, after it has ended."""

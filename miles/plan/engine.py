@@ -35,7 +35,7 @@ class EngineMemory:
 
 def samples_here(recipe: Recipe) -> bool:
     """Whether completions are sampled in the learner's own processes: not by servers, nor read as recorded answers."""
-    return recipe.engine.kind == "inprocess" and find(recipe.algorithm.name).data == "prompts"
+    return recipe.engine.kind != "vllm" and find(recipe.algorithm.name).data == "prompts"
 
 
 def engine_memory(recipe: Recipe, config: PreTrainedConfig, parameters: int, width: int, ranks: int) -> EngineMemory:

@@ -38,7 +38,7 @@ def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
         *(["scorer"] if recipe.reward.model else []),
     ]
     servers = _servers(recipe)
-    started = 0 if recipe.engine.urls else len(servers)
+    started = 0 if recipe.engine.url else len(servers)
     count = f"{len(servers)} vLLM server{'s' * (len(servers) > 1)}" if servers else "no server"
     ranks = world_size(recipe)
     alone, collectors = recipe.run.launcher == "local", recipe.run.collectors
@@ -50,9 +50,10 @@ def world_map(resolved: Resolved, gpus: int) -> Iterator[str]:
     for role in roles:
         yield f"  {role:<12}{all_ranks:<12}{device:<12}{_what(role, resolved)}"
     if not servers and not resolved.row.recorded:
-        yield f"  {'engine':<12}{all_ranks:<12}{device:<12}{recipe.engine.kind}, with the learner's own weights"
+        later = "; vLLM servers from the crossover on (auto)" if recipe.engine.kind == "auto" else ""
+        yield f"  {'engine':<12}{all_ranks:<12}{device:<12}inprocess, with the learner's own weights{later}"
     for name, place in servers:
-        yield f"  {'engine':<12}{name:<12}{place or device:<12}vllm, with a copy of the weights, renewed at each version"
+        yield f"  {'engine':<12}{name:<12}{place or device:<11} vllm, with a copy of the weights, renewed at each version"
     if alone:
         yield f"  {'collector':<12}{first if servers else all_ranks:<12}{'cpu':<12}{_source(resolved)}"
     for number in range(0 if alone else collectors):
@@ -67,7 +68,7 @@ def _servers(recipe: Recipe) -> list[tuple[str, str]]:
     """(process, place) of each vLLM server; the place is empty where it is this machine."""
     if recipe.engine.kind != "vllm":
         return []
-    return [("running", url) for url in recipe.engine.urls] or [(f"vllm-{i}", "") for i in range(recipe.engine.servers)]
+    return [("running", url) for url in recipe.engine.url] or [(f"vllm-{i}", "") for i in range(recipe.engine.servers)]
 
 
 def _buffer(recipe: Recipe, first: str) -> str:

@@ -59,6 +59,12 @@ def buffer(options: dict[str, Any]) -> int:
     return serve(Options(where=where, **options))
 
 
+def serve(recipes: Sequence[Path], overrides: Mapping[str, Any], options: dict[str, Any]) -> int:
+    from miles.run.serve import Options, serve_command
+
+    return serve_command(recipes, overrides, Options(**options))
+
+
 def watch(run_dir: Path) -> int:
     from miles.observe.watch import watch as watch_run
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,12 @@ from miles.publish.copies import CopiesPublisher
 from miles.publish.files import WeightFiles
 from miles.publish.following import FollowingPublisher
 from miles.publish.inprocess import InProcessPublisher
+from miles.run.crossover import cache_file, kind_of, measured
+from miles.run.handover import HandOver
 from miles.run.prepare import Inputs
-from miles.run.vllm import canary_ids, open_vllm
+from miles.run.vllm import VllmWays, canary_ids, open_vllm
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,11 @@ def open_rollouts(
         max_batch=recipe.engine.max_batch, deterministic=recipe.rollout.deterministic,
     )  # fmt: skip
     publisher = own if weights is None else _to_copies(learner, weights, own)
-    yield Rollouts(engine, publisher, True, lambda: engine.slow_reason)
+    if recipe.engine.kind == "inprocess":
+        yield Rollouts(engine, publisher, True, lambda: engine.slow_reason)
+        return
+    with closing(_handing_over(recipe, inputs, learner, run_dir, engine, publisher)) as both:
+        yield Rollouts(both, both, True, lambda: engine.slow_reason)
 
 
 def _to_copies(learner: Learner, folder: Path, own: InProcessPublisher) -> Publisher:
@@ -69,3 +78,19 @@ def _to_copies(learner: Learner, folder: Path, own: InProcessPublisher) -> Publi
         publisher = CopiesPublisher(WeightFiles(folder, torch.float32, adapter), learner.version, own)
     publisher.publish(learner.policy_update())
     return publisher
+
+
+def _handing_over(
+    recipe: Recipe, inputs: Inputs, learner: Learner, run_dir: Path, engine: Engine, publisher: Publisher
+) -> HandOver:
+    limit, source = recipe.engine.crossover, "engine.crossover"
+    if limit is None:
+        device = learner.device.type
+        limit, source = measured(cache_file(), kind_of(recipe, device), device)
+    told = "never" if limit is None else f"from {limit} tokens a step on"
+    log.warning("rollouts begin in process and go to vLLM %s: %s", told, source)
+    samples = recipe.algorithm.groups_per_step * recipe.rollout.group_size
+    return HandOver(
+        engine, publisher, VllmWays(recipe, inputs, learner, run_dir), samples=samples, crossover=limit,
+        start_timeout_s=recipe.engine.start_timeout_s,
+    )  # fmt: skip

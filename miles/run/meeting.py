@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles.buffer.ledger import DEFAULT_RUN
-from miles.buffer.serve import read_tokens
+from miles.buffer.serve import TOKEN_VARIABLE
 from miles.buffer.transport import Address
 from miles.config import schema
 from miles.config.schema import Recipe
 from miles.errors import ConfigError
+from miles.web.listen import read_tokens
 
 BUFFER = "MILES_LAUNCHED_BUFFER"
 """Address of the service that the launcher has started."""
@@ -61,5 +62,5 @@ class Meeting:
 
 def address_of(section: schema.Buffer, url: str, run: str, environ: Mapping[str, str] = os.environ) -> Address:
     """A run at a service, and the token for it. Raises BadInput."""
-    tokens = read_tokens(None if section.token_file is None else Path(section.token_file), environ)
+    tokens = read_tokens(None if section.token_file is None else Path(section.token_file), environ, TOKEN_VARIABLE)
     return Address(url, run, tokens[0] if tokens else None, None if section.ca_file is None else Path(section.ca_file))

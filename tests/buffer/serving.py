@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from miles.buffer.client import RemoteSource
-from miles.buffer.serve import Options, listening, make_server
+from miles.buffer.serve import Options, make_server
 from miles.buffer.server import Service
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.buffer.transport import Address
+from miles.web.listen import listening
 
 STREAM = PromptStream(100, 0, False, 2)
 

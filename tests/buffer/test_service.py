@@ -13,7 +13,7 @@ import pytest
 
 from miles.buffer import api
 from miles.buffer.client import RemoteSink, RemoteSource
-from miles.buffer.serve import Options, check, how_to_join, parse_listen, read_tokens
+from miles.buffer.serve import Options, check, how_to_join
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.buffer.transport import Address
@@ -31,6 +31,7 @@ from miles.errors import (
 )
 from miles.protocols import ExperienceSink, ExperienceSource
 from miles.types import Group, Lease
+from miles.web.listen import parse_listen
 
 from .serving import STREAM, registered, served
 
@@ -319,22 +320,6 @@ def test_what_may_be_started(tmp_path: Path) -> None:
     lines = how_to_join(Options(tmp_path), ("127.0.0.1", 7), token=True)
     assert lines[1] == "join it: --buffer.url http://127.0.0.1:7 --buffer.run NAME"
     assert "MILES_BUFFER_TOKEN" in lines[2]
-
-
-def test_tokens_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
-    assert read_tokens(None, {}) == []
-    assert read_tokens(None, {"MILES_BUFFER_TOKEN": TOKEN}) == [TOKEN]
-    file.write_text(f"{TOKEN}\n\n{TOKEN}2\n")
-    assert read_tokens(file, {"MILES_BUFFER_TOKEN": "ignored-ignored-ignored"}) == [TOKEN, TOKEN + "2"]
-    for content, message in (("", "holds no token"), ("short\n", "shorter than 16"), ("ä" * 20, "not plain ASCII")):
-        file.write_text(content)
-        with pytest.raises(BadInput, match=message) as error:
-            read_tokens(file, {})
-        assert "ä" not in str(error.value)
-        assert "short\n" not in str(error.value)
-    with pytest.raises(BadInput, match="cannot be read"):
-        read_tokens(tmp_path / "none", {})
 
 
 def test_addresses() -> None:

@@ -28,6 +28,7 @@ def _load(name: str) -> ModuleType:
 
 
 _load("contract")  # test modules of this folder find it in sys.modules
+_load("behind")
 
 
 @pytest.fixture

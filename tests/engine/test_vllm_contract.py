@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from miles.engine.fleet import Fleet, Server
+from miles.engine.joining import Service
 from miles.engine.vllm_client import VllmEngine
-from miles.engine.vllm_routes import ServerRoutes
+from miles.engine.vllm_routes import Access, ServerRoutes
 from miles.learn.tiny import CONTEXT, tiny_tokenizer
 
-contract = sys.modules["miles_engine_contract"]
+behind, contract = (sys.modules[f"miles_engine_{name}"] for name in ("behind", "contract"))
 
 
 def fleet_at(version: int, *urls: str) -> Fleet:
@@ -44,9 +45,15 @@ class TestVllmEngineWithAFakeServer(contract.EngineContract):
 
 @pytest.mark.slow
 class TestVllmEngineWithRealVllm(contract.EngineContract):
+    """Through a port with a token, as `miles serve` has one."""
+
     @pytest.fixture
-    def bench(self, served_tied: Any) -> Any:
-        with ServerRoutes(served_tied.server.url) as routes:
-            served_tied.give_start_weights(routes, "3")
-        make = maker(served_tied.server.url, served_tied.model.config.vocab_size)
-        return contract.Bench(served_tied.model, tiny_tokenizer(), make, CONTEXT, draws=400, deterministic=False)
+    def bench(self, served_tied: Any) -> Iterator[Any]:
+        access = Access("0123456789abcdef0123", "run")
+        with behind.port({"vllm-0": served_tied.server.url}, served_tied.published, [access.token]) as url:
+            service = Service(url, access)
+            service.join(0)
+            with ServerRoutes(service.server_url("vllm-0"), access) as routes:
+                served_tied.give_start_weights(routes, "3")
+            make = maker(service.server_url("vllm-0"), served_tied.model.config.vocab_size, access=access)
+            yield contract.Bench(served_tied.model, tiny_tokenizer(), make, CONTEXT, draws=400, deterministic=False)

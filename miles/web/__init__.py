@@ -1,0 +1,1 @@
+"""What every service of Miles shares: who may call it, and where it listens."""
