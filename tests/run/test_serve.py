@@ -83,9 +83,11 @@ def test_a_service_outlives_its_runs_and_the_death_of_its_server(
         assert wrong.code == 2
         assert "2 slots for adapters of rank 8, and this run needs 2 of rank 64" in wrong.message
         assert runs.train("one", **given).code == 0
-        (server,) = [
-            pid for pid in processes_with("vllm-0.sock") if b"guardian" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ][:1]
+        server = next(
+            pid
+            for pid in processes_with(str(tmp_path / "model"))
+            if b"api_server" in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and b"guardian" not in line
+        )
         os.kill(server, signal.SIGKILL)  # between two runs: the service starts it again
         assert runs.train("two", **given).code == 0
         first, second = (tools.rows(runs[name]) for name in ("one", "two"))
@@ -96,4 +98,4 @@ def test_a_service_outlives_its_runs_and_the_death_of_its_server(
         service.process.send_signal(signal.SIGTERM)
         code = service.process.wait(60)
     assert code == 143
-    assert not processes_with("vllm-0.sock")
+    assert not processes_with(str(tmp_path / "model"))
