@@ -99,6 +99,38 @@ class Stored:
             return file.get_slice(self.name)[where] if where else file.get_tensor(self.name)
 
 
+@dataclass(frozen=True)
+class Box:
+    """Where a smaller tensor stands in a larger one, and which dimensions of the larger one it has."""
+
+    start: Place
+    extent: Place
+    dims: tuple[int, ...]  # ascending; along the others the box is one wide
+
+    @property
+    def shape(self) -> Place:
+        """Of the smaller tensor."""
+        return tuple(self.extent[dim] for dim in self.dims)
+
+
+@dataclass(frozen=True)
+class Joined(Stored):
+    """A tensor whose boxes are tensors of their own in the files: a matrix for each expert where the model holds one of all."""
+
+    boxes: tuple[tuple[Stored, Box], ...] = ()
+
+    def part(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        out = torch.empty(tuple(shape), dtype=self.dtype)
+        for stored, box in self.boxes:
+            low = [max(a, b) for a, b in zip(offsets, box.start, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(offsets, shape, box.start, box.extent, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                inside = [low[dim] - box.start[dim] for dim in box.dims]
+                piece = stored.part(inside, [high[dim] - low[dim] for dim in box.dims])
+                out[_slices(low, high, offsets)] = piece.view([b - a for a, b in zip(low, high, strict=True)])
+        return out
+
+
 def index_of(entries: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """By group and name the type, the shape and all ranks' pieces. `entries` holds `Part.entry` by group and name, by rank.
 

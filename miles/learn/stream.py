@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from miles.errors import ModelError
 from miles.learn.critic import Critic, weights_of, zero
+from miles.learn.foreign import FileNames
 from miles.learn.optim import matching
-from miles.learn.shards import Stored
+from miles.learn.shards import Box, Joined, Stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,18 +29,36 @@ def stored_weights(model: PreTrainedModel, file: Callable[[str], Path | None], n
     """Where each weight of the model stands in its safetensors files; nothing but their headers is read.
 
     file: path of one of the model's files, None where it has none of that name. name: of the model, for messages. Raises
-    ModelError where a weight is missing, or stored under another name or in another shape than the model's.
+    ModelError where a weight is missing, or stored in a way that cannot be read in parts.
     """
     found = {stored.name: stored for path in weight_files(file, f"model.name = {name!r}") for stored in stored_in(path)}
+    names, out = FileNames(model), {}
     for key, tensor in weights_of(model).items():
-        if key not in found or found[key].shape != tensor.shape:
-            stored = f"in the shape {tuple(found[key].shape)}" if key in found else "under no such name"
+        same = found.get(key)
+        there = (
+            same
+            if same is not None and same.shape == tensor.shape
+            else _joined(names.boxes(key, tensor), found, key, tensor)
+        )
+        if there is None:
+            stored = f"in the shape {tuple(same.shape)}" if same is not None else "under no such name"
             raise ModelError(
                 f"model.name = {name!r} cannot be read part by part: {type(model).__name__} has {key} of shape "
                 f"{tuple(tensor.shape)}, which its files hold {stored}. Load it with transformers and write it with "
                 "save_pretrained into a folder, or train it on one rank."
             )
-    return {key: found[key] for key in weights_of(model)}
+        out[key] = there
+    return out
+
+
+def _joined(boxes: Mapping[str, Box], found: Mapping[str, Stored], key: str, tensor: Tensor) -> Stored | None:
+    """A weight that the files hold under another name, or in several tensors; None where one of them is not there."""
+    if any(name not in found or tuple(found[name].shape) != box.shape for name, box in boxes.items()):
+        return None
+    if sum(math.prod(box.extent) for box in boxes.values()) != tensor.numel() or not boxes:
+        return None
+    parts = tuple((found[name], box) for name, box in boxes.items())
+    return Joined(key, tensor.shape, parts[0][0].dtype, (), parts)
 
 
 def fill(model: PreTrainedModel, weights: Mapping[str, Stored], rename: Callable[[str], str | None] = str) -> None:
