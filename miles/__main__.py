@@ -17,7 +17,7 @@ from miles.config.text import split_overrides
 from miles.errors import BadInput, ConfigError, MilesError
 from miles.run import commands
 from miles.run.interrupts import Interrupted
-from miles.run.threads import spin_briefly
+from miles.run.threads import prepare_process
 
 INTERRUPTED = 130
 OVERRIDES = (
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None, table: Mapping[str, Command] = COMMANDS) -> int:
     """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input, 3 training aborted, 130 Ctrl-C."""
-    spin_briefly()
+    prepare_process()
     _have_streams()
     try:
         return _run(sys.argv[1:] if arguments is None else arguments, table)

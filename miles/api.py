@@ -37,9 +37,9 @@ def train(
     their dotted name: `train(..., **{"rollout.group_size": 16})`. Raises MilesError, and KeyboardInterrupt after Ctrl-C or
     SIGTERM, once a checkpoint is on disk: `resume=True` with the same `run_dir` goes on from it.
     """
-    from miles.run.threads import spin_briefly
+    from miles.run.threads import prepare_process
 
-    spin_briefly()
+    prepare_process()
     from miles.run.interrupts import Interrupted
     from miles.run.train import start_run
 

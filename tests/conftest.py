@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from miles.run.threads import spin_briefly
+from miles.run.threads import prepare_process
 
-spin_briefly()
+prepare_process()
 
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -39,7 +39,8 @@ def make_groups(args: argparse.Namespace, symbols: int) -> list[Group]:
     system = [rng.randrange(10, symbols) for _ in range(args.system)]
 
     def sample(prompt: list[int], reward: float) -> Sample:
-        answer = [rng.randrange(10, min(symbols, 1000)) for _ in range(rng.randint(1, 2 * args.answer - 1))]
+        length = args.answer if args.exact else rng.randint(1, 2 * args.answer - 1)
+        answer = [rng.randrange(10, min(symbols, 1000)) for _ in range(length)]
         count = len(answer)
         return Sample(
             (
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=35, help="tokens of a prompt, the system prompt included")
     parser.add_argument("--system", type=int, default=20, help="tokens that all prompts begin with")
     parser.add_argument("--answer", type=int, default=4, help="mean tokens of an answer")
+    parser.add_argument("--exact", action="store_true", help="every answer has the mean length")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of one micro-batch")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of one process, after one that is not")

@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
 TOLERANCE = 0.10
+HEADER = f"{'ranks':6}{'case':30}{'plan':>9}{'live':>9}{'ratio':>8}   rise: {'plan':>7}{'live':>9}{'resident':>10}  MiB"
 CASES = {
     "grpo": {"algorithm.name": "grpo"},
     "grpo, blocks computed again": {"algorithm.name": "grpo", "learner.gradient_checkpointing": True},
@@ -38,7 +39,7 @@ BASE = {
     "data.max_prompt_tokens": 96,
     "rollout.max_new_tokens": 96,
     "rollout.group_size": 4,
-    "algorithm.groups_per_step": 4,
+    "algorithm.groups_per_step": 2,
     "algorithm.steps": 1,
     "learner.tokens_per_microbatch": 512,
     "run.threads": 1,
@@ -57,8 +58,12 @@ def main() -> int:
     if options.rank_of:
         measure(options.rank_of[0], int(options.rank_of[1]))
         return 0
-    rows = [row for ranks in options.ranks for case in options.cases if (row := run_case(case, ranks))]
-    show(rows)
+    print(HEADER)
+    rows = []
+    for ranks in options.ranks:
+        for case in options.cases:
+            rows.append(run_case(case, ranks))
+            print(line(rows[-1]), flush=True)
     options.out.write_text(json.dumps(rows, indent=1) + "\n")
     return int(any(abs(row["plan"] / row["live"] - 1) > TOLERANCE for row in rows))
 
@@ -81,7 +86,7 @@ def run_case(case: str, ranks: int) -> dict:
 
 
 def measure(case: str, ranks: int) -> None:
-    """In each rank: the plan, then two real steps."""
+    """In each rank two real steps; rank 0 plans them first."""
     import torch
     import torch.distributed as dist
 
@@ -94,7 +99,8 @@ def measure(case: str, ranks: int) -> None:
 
     recipe = resolve([], {**BASE, **CASES[case], "parallel.shard": ranks}, {})
     config = load_config(recipe.model)
-    planned = simulate(recipe, config, recipe.learner.tokens_per_microbatch)
+    first = os.environ["RANK"] == "0"
+    planned = simulate(recipe, config, recipe.learner.tokens_per_microbatch) if first else None
     if ranks > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -109,6 +115,10 @@ def measure(case: str, ranks: int) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
             learner.update(step, learner.score(step))
             risen = memory("VmHWM") - resident
+    if ranks > 1:
+        dist.destroy_process_group()
+    if planned is None:
+        return
     live = max(sum(kinds.values()) for kinds in counter.peaks.values())
     row = {"plan": planned.peak, "live": live, "plan_rise": planned.peak - sum(planned.resting.values())}
     print(json.dumps({**row, "live_rise": live - resting, "resident_rise": risen, "phase": planned.peak_phase}))
@@ -120,16 +130,10 @@ def memory(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def show(rows: list[dict]) -> None:
-    print(
-        f"{'ranks':6}{'case':30}{'plan':>9}{'live':>9}{'ratio':>8}   rise: {'plan':>7}{'live':>9}{'resident':>10}  MiB"
-    )
-    for row in rows:
-        plan, live, *rise = (row[key] / MIB for key in ("plan", "live", "plan_rise", "live_rise", "resident_rise"))
-        print(
-            f"{row['ranks']:<6}{row['case']:30}{plan:9.1f}{live:9.1f}{plan / live:8.3f}   "
-            f"{rise[0]:13.1f}{rise[1]:9.1f}{rise[2]:10.1f}"
-        )
+def line(row: dict) -> str:
+    plan, live, *rise = (row[key] / MIB for key in ("plan", "live", "plan_rise", "live_rise", "resident_rise"))
+    risen = f"{rise[0]:13.1f}{rise[1]:9.1f}{rise[2]:10.1f}"
+    return f"{row['ranks']:<6}{row['case']:30}{plan:9.1f}{live:9.1f}{plan / live:8.3f}   {risen}"
 
 
 if __name__ == "__main__":
