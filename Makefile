@@ -110,6 +110,8 @@ bench-trl: setup-dev $(TRL)/.venv-grpo/.installed $(TRL)/.venv-ppo/.installed
 
 bench-learner: setup
 	$(RUN)/python benchmarks/learner/step.py
+	$(RUN)/python benchmarks/learner/rate.py
+	$(RUN)/python benchmarks/learner/ablations.py
 
 bench-plan: setup
 	$(RUN)/python benchmarks/plan/compare.py

@@ -14,7 +14,7 @@ PPO = {"algorithm__name": "ppo", "algorithm__beta": 0.1, "algorithm__kl_place": 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler itself looks at it
-@pytest.mark.parametrize("keys", [{}, {"lora__rank": 4}, {"lora__rank": 4, "learner__gradient_checkpointing": True}])
+@pytest.mark.parametrize("keys", [{}, {"lora__rank": 4, "learner__gradient_checkpointing": True}])
 def test_after_the_first_steps_no_length_and_no_role_compiles_anything(groups, monkeypatch, keys):
     """Actor, critic and reference, with and without gradient, over steps of other sizes; a compilation would raise."""
     torch._dynamo.reset()
@@ -31,7 +31,7 @@ def test_after_the_first_steps_no_length_and_no_role_compiles_anything(groups, m
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs > 0
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3, 10):
-            step(seed, 3 + seed % 4)
+        for seed in range(3, 6):
+            step(seed, seed)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     torch._dynamo.reset()
