@@ -167,10 +167,39 @@ MOST_SERVED_RANK = 512
 """Of LoRA adapters on vLLM."""
 
 
+NATIVE = ("nccl", "ipc")
+
+
+def _native(recipe: Recipe) -> Iterator[str]:
+    kind, ranks = recipe.publish.kind, recipe.parallel.shard * recipe.parallel.replicate
+    if recipe.lora.rank is not None:
+        yield f'publish.kind = "{kind}" sends all weights, and lora.rank = {recipe.lora.rank} trains an adapter: leave publish.kind out.'
+    if recipe.engine.url:
+        yield f'publish.kind = "{kind}" is for servers that the run starts, and engine.url names others: leave publish.kind out.'
+    if ranks > 1:
+        yield f'publish.kind = "{kind}" sends from one rank, and the recipe has {ranks}: leave publish.kind out, which gathers them.'
+
+
+def _shelf(recipe: Recipe, place: str) -> Iterator[str]:
+    host, _, port = place.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        yield f"publish.serve = {place!r}: write HOST:PORT, an address of this machine that the services of engine.url reach."
+    if not recipe.engine.url:
+        yield (
+            f"publish.serve = {place!r} is for services on other machines, and engine.url names none: leave it out; servers of this "
+            "machine read its files."
+        )
+    if recipe.publish.directory is not None:
+        yield (
+            f"publish.serve = {place!r} and publish.directory = {recipe.publish.directory!r} are two ways to bring weights to "
+            "services: keep publish.directory where they share a disk with this machine, and publish.serve where they do not."
+        )
+
+
 def _servers(recipe: Recipe) -> Iterator[str]:
     engine, publish = recipe.engine, recipe.publish
     if engine.kind == "inprocess":
-        if publish.kind in ("files", "adapter") and not _apart(recipe):
+        if publish.kind in NATIVE or (publish.kind in ("files", "adapter") and not _apart(recipe)):
             yield (
                 f'publish.kind = "{publish.kind}" brings weights to servers, and engine.kind = "{engine.kind}" has none: leave '
                 'publish.kind out, or set engine.kind = "vllm".'
@@ -187,6 +216,10 @@ def _servers(recipe: Recipe) -> Iterator[str]:
             f'publish.kind = "files" would merge the adapter of lora.rank = {recipe.lora.rank} into the served weights, where '
             "rounding loses most of it: leave publish.kind out, which publishes the adapter itself."
         )
+    if publish.kind in NATIVE:
+        yield from _native(recipe)
+    if publish.serve is not None:
+        yield from _shelf(recipe, publish.serve)
     if recipe.lora.rank is not None and recipe.lora.rank > MOST_SERVED_RANK:
         yield f"lora.rank = {recipe.lora.rank} is more than vLLM's largest slot of {MOST_SERVED_RANK}: lower it."
     if engine.context is not None and engine.context <= recipe.rollout.max_new_tokens:
@@ -299,7 +332,7 @@ def _unused_engine(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from ((f"engine.{name}", f'engine.kind is "{engine.kind}"') for name in VLLM_KEYS)
         yield "publish.verify", f'engine.kind is "{engine.kind}"'
         if not _apart(recipe):
-            yield "publish.directory", f'engine.kind is "{engine.kind}"'
+            yield from ((f"publish.{name}", f'engine.kind is "{engine.kind}"') for name in ("directory", "serve"))
         return
     if engine.kind == "vllm":
         yield "rollout.deterministic", "a vLLM server's bits depend on what else it computes"

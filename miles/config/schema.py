@@ -302,10 +302,12 @@ class Parallel(Section):
 
 
 class Publish(Section):
-    kind: Literal["auto", "inprocess", "files", "adapter"] = "auto"
-    """How new weights reach the engine: shared (`inprocess`), as one file of all weights, or as a LoRA adapter's files. auto: what engine and `lora.rank` ask for."""
+    kind: Literal["auto", "inprocess", "files", "adapter", "nccl", "ipc"] = "auto"
+    """How new weights reach the engine: shared (`inprocess`), as one file of all weights, as a LoRA adapter's files, or all weights from GPU to GPU over NCCL or CUDA IPC (not run yet). auto: what engine and `lora.rank` ask for."""
     directory: str | None = None
     """Folder that servers read new weights or adapters from; shared where they are on other machines. None: in memory."""
+    serve: str | None = None
+    """HOST:PORT of this machine (port 0: any) at which the services of `engine.url` take new weights over HTTP, checked by their SHA-256. None: they share a disk."""
     verify: bool = True
     """Compare each server's log-probabilities with the learner's after each publish; one that differs does not serve."""
 

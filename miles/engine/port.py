@@ -91,12 +91,21 @@ class Claim:
 
 
 class Port:
-    """The ASGI application. `sockets`: server name -> `unix:/path`; `facts(run)` is asked at each joining."""
+    """The ASGI application. `sockets`: server name -> `unix:/path`; `facts(run)` is asked at each joining.
+
+    `take(run, offer)`: the place below `folder` where the offered version lies then; raises Refused.
+    """
 
     def __init__(
-        self, sockets: Mapping[str, str], door: Doorkeeper, folder: Path, facts: Callable[[str], ServiceFacts]
+        self,
+        sockets: Mapping[str, str],
+        door: Doorkeeper,
+        folder: Path,
+        facts: Callable[[str], ServiceFacts],
+        take: Callable[[str, bytes], Path],
     ) -> None:
         self._sockets, self._door, self._folder, self._facts = sockets, door, folder.resolve(), facts
+        self._take = take
         self._claim = Claim()
         self._clients: dict[str, httpx2.AsyncClient] = {}
 
@@ -106,6 +115,7 @@ class Port:
             Route("/join", self._endpoint(self._join), methods=["POST"]),
             Route("/leave", self._endpoint(self._leave), methods=["POST"]),
             Route("/stay", self._endpoint(self._stay), methods=["POST"]),
+            Route("/servers/{server}/fetch", self._endpoint(self._fetch), methods=["POST"]),
             Route("/servers/{server}/{path:path}", self._endpoint(self._forward), methods=["GET", "POST"]),
         ]
         return Starlette(routes=routes, lifespan=self._lifespan)
@@ -154,6 +164,14 @@ class Port:
     async def _stay(self, request: Request) -> Response:
         self._claim.check(request.headers.get(RUN_HEADER))
         return _json({})
+
+    async def _fetch(self, request: Request) -> Response:
+        """Take a version off the shelf of the run that has the servers; they serve meanwhile."""
+        run = request.headers.get(RUN_HEADER)
+        self._claim.check(run)
+        assert run is not None
+        body = await _whole(request, MOST_CHECKED_BYTES)
+        return _json({"path": str(await asyncio.to_thread(self._take, run, body))})
 
     async def _forward(self, request: Request) -> Response:
         name = request.path_params["server"]

@@ -59,6 +59,7 @@ class ServerPlan:
     threads: int = 1  # CPU threads of the server
     adapters: AdapterSlots | None = None  # None: full weights are published
     cpu: bool = True
+    backend: str = BACKEND  # of weight transfer, where full weights are published
     trust_remote_code: bool = False
 
 
@@ -75,7 +76,7 @@ def command(plan: ServerPlan, python: str, socket: Path) -> list[str]:
         "max-num-seqs": plan.max_batch,
         "logprobs-mode": "processed_logprobs",  # at the sampling temperature, as the learner computes them
         "generation-config": "vllm",  # no sampling settings from the model's folder
-        "weight-transfer-config": f'{{"backend": "{BACKEND}"}}' if adapters is None else None,
+        "weight-transfer-config": f'{{"backend": "{plan.backend}"}}' if adapters is None else None,
         "max-lora-rank": adapters.slot_rank if adapters else None,
         "max-loras": adapters.count if adapters else None,
         "max-cpu-loras": adapters.count if adapters else None,

@@ -9,9 +9,10 @@ import math
 import re
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import httpx2
@@ -30,6 +31,9 @@ UNVERIFIED = "unverified-{version}"
 VERSION = re.compile(r"(unverified-)?(0|[1-9][0-9]{0,17})")
 
 _NO_NUMBER = -9000.0  # vLLM sends -9999 where a log-probability is NaN or -inf
+SLOWEST_BYTES_PER_S = 4 << 20
+"""Of a version on its way to another machine: one that comes more slowly is not waited for."""
+
 _COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 _WAITING = "vllm:num_requests_waiting"
 
@@ -243,25 +247,47 @@ class ServerRoutes:
 
         Requests under way go on with the new weights; their keys and values are computed again.
         """
+        with self.changing(version):
+            self.start_update()
+            self.send_update({"path": str(file), "tensors": tensors, "size": size})
+            self.finish_update()
+
+    @contextlib.contextmanager
+    def changing(self, version: str) -> Iterator[None]:
+        """Nothing is sampled meanwhile; afterwards the weights are called `version`, and every cached prefix is forgotten."""
         self.name_version(version)  # before anything moves, so that no token of theirs goes by an older name
         self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
-            self._call("POST", "/start_weight_update")
-            update = {"path": str(file), "tensors": tensors, "size": size}
-            self._call("POST", "/update_weights", json={"update_info": update})
-            self._call("POST", "/finish_weight_update")
+            yield
             forgotten = self._call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
             if not forgotten.get("success"):
                 raise ServerFault("its cache of prefixes could not be emptied, so it would mix old and new weights")
-        except ServerFault:
+        except Exception:
             with contextlib.suppress(ServerFault):  # vLLM ends when a file is refused
                 self._call("POST", "/resume")
             raise
         self._call("POST", "/resume")
 
-    def prepare_weights(self) -> None:
-        """Once after the server's start, before the first `load_weights`."""
-        self._call("POST", "/init_weight_transfer_engine", json={"init_info": {}})
+    def start_update(self) -> None:
+        self._call("POST", "/start_weight_update")
+
+    def send_update(self, info: Mapping[str, Any]) -> None:
+        self._call("POST", "/update_weights", json={"update_info": info})
+
+    def finish_update(self) -> None:
+        self._call("POST", "/finish_weight_update")
+
+    def prepare_weights(self, info: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Once after the server's start, before the first update; `info`: what its backend asks for."""
+        self._call("POST", "/init_weight_transfer_engine", json={"init_info": dict(info)})
+
+    def fetch(self, offer: Mapping[str, Any], size: int) -> Path:
+        """Have the service before the server take a version off the learner's shelf; where it lies there, whole.
+
+        `size`: bytes, which decide how long that may take.
+        """
+        timeout = httpx2.Timeout(10.0, read=60.0 + size / SLOWEST_BYTES_PER_S)
+        return Path(self._call("POST", "/fetch", json=offer, timeout=timeout)["path"])
 
     # --- adapters --------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,9 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from miles.errors import EngineError
+from miles.publish.versions import forget, versions
 from miles.types import PolicyUpdate
-
-NAME = re.compile(r"policy-v([0-9]+)(\.safetensors)?")
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,12 @@ class WeightFiles:
     def __init__(self, folder: Path, dtype: torch.dtype, adapter: Mapping[str, Any] | None = None) -> None:
         """`dtype`: of full weights, as the servers hold them. `adapter`: config of PEFT adapters; None: full weights."""
         self.folder, self._dtype, self._adapter = folder, dtype, adapter
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def write(self, update: PolicyUpdate) -> Published:
         """Write one version. Raises EngineError where the disk is full or cannot be written."""
         name = f"policy-v{update.version}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._adapter is not None:
                 return self._write_adapter(self.folder / name, update)
             path = self.folder / f"{name}.safetensors"
@@ -58,24 +56,15 @@ class WeightFiles:
 
     def newest(self) -> int | None:
         """The highest version that is there, whole."""
-        return max(self._versions(), default=None)
+        return max(versions(self.folder), default=None)
 
     def forget_above(self, version: int) -> None:
         """Delete what a learner wrote that went further than this one, which goes on from `version`."""
-        self.forget([each for each in self._versions() if each <= version])
-
-    def _versions(self) -> list[int]:
-        if not self.folder.is_dir():
-            return []
-        found = (NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return [int(match[1]) for match in found if match]
+        self.forget([each for each in versions(self.folder) if each <= version])
 
     def forget(self, kept: Collection[int]) -> None:
         """Delete every version that is not in `kept`."""
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            match = NAME.fullmatch(path.name)
-            if match and int(match[1]) not in kept:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        forget(self.folder, kept)
 
     def _write_adapter(self, folder: Path, update: PolicyUpdate) -> Published:
         assert update.adapter is not None

@@ -1,4 +1,4 @@
-"""Brings a new version to every vLLM server: writes it to disk, loads it, compares it with the learner, and lets it serve."""
+"""Brings a new version to every vLLM server: makes it ready, loads it, compares it with the learner, and lets it serve."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol
 
 from miles.errors import EngineError, ServerFault
 from miles.publish.canary import Expected, Tolerance, compare
-from miles.publish.files import Published, WeightFiles
+from miles.publish.carriers import Carrier
+from miles.publish.files import Published
 from miles.types import PolicyUpdate
 
 log = logging.getLogger(__name__)
@@ -42,9 +42,6 @@ class Routes(Protocol):
 
     def version(self) -> str: ...
     def name_version(self, version: str) -> None: ...
-    def prepare_weights(self) -> None: ...
-    def load_weights(self, file: Path, tensors: int, size: int, version: str) -> None: ...
-    def load_adapter(self, version: int, folder: Path) -> None: ...
     def unload_adapter(self, version: int) -> None: ...
     def adapters(self) -> list[int]: ...
     def logprobs(self, ids: Sequence[int], adapter_version: int | None = None) -> list[float]: ...
@@ -62,7 +59,7 @@ class VllmPublisher:
     def __init__(
         self,
         servers: Servers,
-        files: WeightFiles,
+        carrier: Carrier,
         connect: Callable[[str], Routes],
         *,
         max_staleness: int = 0,
@@ -70,7 +67,7 @@ class VllmPublisher:
         tolerance: Tolerance,
     ) -> None:
         """`connect(url)`: the routes of one server. `max_staleness`: versions behind the newest that stay loaded."""
-        self._servers, self._files, self._connect = servers, files, connect
+        self._servers, self._carrier, self._connect = servers, carrier, connect
         self._max_staleness, self._verify, self._tolerance = max_staleness, verify, tolerance
         self._newest: Published | None = None
         self._canary: Expected | None = None
@@ -78,8 +75,8 @@ class VllmPublisher:
         self.worst_difference: float | None = None  # nat, of the newest canary over all servers that agreed
 
     def publish(self, update: PolicyUpdate) -> None:
-        """Write the version and bring it to all servers. Raises EngineError where none of them serves it, or is coming back."""
-        published = self._files.write(update)
+        """Make the version ready and bring it to all servers. Raises EngineError where none of them serves it, or is coming back."""
+        published = self._carrier.write(update)
         with self._one_at_a_time:
             self._newest, self._canary, self.worst_difference = published, None, None
             servers = self._servers.servers
@@ -93,7 +90,7 @@ class VllmPublisher:
             if not any(reached) and not any(server.coming for server in servers):
                 reasons = "; ".join(f"{server.name}: {server.reason}" for server in servers)
                 raise EngineError(f"version {update.version} could be published to no server: {reasons}")
-            self._files.forget(self._still_needed())
+            self._carrier.forget(self._still_needed())
 
     def refresh(self, server: Any) -> bool:
         """Bring the newest version to a server that joins or came back. Whether it serves it now."""
@@ -108,7 +105,7 @@ class VllmPublisher:
             self._servers.expect(server, f"it is taking version {published.version}")
         routes = self._connect(server.url)
         try:
-            self._load(routes, published)
+            self._carrier.load(routes, published)
             self._confirm(routes, published)
             self._unload(routes, published, self._servers.in_use(server))
         except ServerFault as fault:
@@ -119,15 +116,6 @@ class VllmPublisher:
             routes.close()
         self._servers.serve(server, published.version)
         return True
-
-    def _load(self, routes: Routes, published: Published) -> None:
-        if published.adapter is not None:
-            if published.version not in routes.adapters():
-                routes.load_adapter(published.version, published.path)
-            return
-        if routes.version() == "default":
-            routes.prepare_weights()
-        routes.load_weights(published.path, published.tensors, published.size, f"unverified-{published.version}")
 
     def _confirm(self, routes: Routes, published: Published) -> None:
         """Raise ServerFault where the server does not compute what the learner computes."""

@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BACKEND = "miles_file"
+ENGINES = (
+    (BACKEND, "miles.publish.vllm_transfer", "FileTransferEngine"),
+    ("miles_ipc", "miles.publish.vllm_ipc", "JsonIpcTransferEngine"),
+)
 ROOT_VARIABLE = "MILES_PUBLISH_ROOT"
 
 
@@ -18,8 +22,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "miles.publish.vllm_transfer", "FileTransferEngine")
+    for name, module, kind in ENGINES:
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, module, kind)
     if current_platform.is_cpu():
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
         from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU

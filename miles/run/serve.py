@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import secrets
@@ -23,6 +24,7 @@ from miles.engine.vllm_routes import ServerRoutes
 from miles.engine.vllm_server import VllmServer, check_installed
 from miles.errors import ConfigError, EngineError
 from miles.learn.load import load_config, load_tokenizer
+from miles.publish.fetch import Fetcher, FetchError, Offer
 from miles.run.logs import said
 from miles.run.recipes import inspect
 from miles.run.rundir import default_run_dir
@@ -36,7 +38,7 @@ from miles.run.servers import (
     serving_dtype,
     wait_ready,
 )
-from miles.web.door import Doorkeeper
+from miles.web.door import Doorkeeper, Refused
 from miles.web.listen import Place, check_place, listening, make_server, read_tokens, serve_until_signal, url_of
 
 log = logging.getLogger(__name__)
@@ -98,7 +100,8 @@ async def _serve(
     facts: Callable[[str], ServiceFacts], say: Callable[[str], object],
 ) -> int:  # fmt: skip
     door = Doorkeeper(tokens, f"set {TOKEN_VARIABLE} or engine.token_file")
-    port = Port({server.name: server.url for server in servers.found}, door, servers.root, facts)
+    taker = Taker(servers.root)
+    port = Port({server.name: server.url for server in servers.found}, door, servers.root, facts, taker.take)
     server = make_server(port.app(), options.tls_cert, options.tls_key)
     for line in how_to_join(options, listener.getsockname(), servers, bool(tokens)):
         say(line)
@@ -161,6 +164,26 @@ class _Desk:
         for folder in self._servers.root.glob(RUN_FOLDER.format(run="*")):
             if folder.name != RUN_FOLDER.format(run=run):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+class Taker:
+    """Takes versions off the shelves of runs on other machines, each into the folder of its run."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._fetchers: dict[str, Fetcher] = {}
+
+    def take(self, run: str, body: bytes) -> Path:
+        """Where the version lies, whole. Raises Refused."""
+        try:
+            offer = Offer.parse(json.loads(body))
+        except (ValueError, RecursionError, FetchError) as error:
+            raise Refused(400, f"the body is no offer of a version: {error}") from None
+        fetcher = self._fetchers.setdefault(run, Fetcher(self._root / RUN_FOLDER.format(run=run)))
+        try:
+            return fetcher.fetch(offer)
+        except FetchError as error:
+            raise Refused(424, str(error)) from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from miles.config.schema import Recipe
 from miles.engine.joining import TOKEN_VARIABLE, Needs, Service, check_fit, shared_folder
 from miles.engine.port import SILENT_S
-from miles.engine.vllm_flags import AdapterSlots, ServerPlan, find_python
+from miles.engine.vllm_flags import BACKEND, AdapterSlots, ServerPlan, find_python
 from miles.engine.vllm_routes import NOTHING_TO_SHOW, Access, ServerRoutes
 from miles.engine.vllm_server import VllmServer, check_installed
 from miles.errors import ConfigError, EngineError, MilesError, ServerFault
@@ -32,11 +32,15 @@ from miles.learn.export import export
 from miles.learn.load import context_length, load_config, load_model
 from miles.learn.locate import locate
 from miles.learn.tiny import PREFIX
+from miles.publish.shelf import Shelf
+from miles.publish.vllm_native import IPC_BACKEND
 from miles.web.listen import read_tokens
 
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+BACKENDS = {"nccl": "nccl", "ipc": IPC_BACKEND}
+"""What servers take full weights with where they do not come as files."""
 RUN_FOLDER = "run-{run}"
 """What a run writes into the folder of a service, which deletes it when another run has joined."""
 _OF_THE_RUN = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -59,6 +63,7 @@ class Servers:
 
     found: tuple[Found, ...]
     root: Path
+    shelf: Shelf | None = None  # where servers without a disk in common take new weights from
     access: Access = field(default=NOTHING_TO_SHOW)
 
 
@@ -85,8 +90,10 @@ def own_servers(recipe: Recipe, tokenizer: Any, folder: Path) -> Iterator[Server
 
 
 @contextmanager
-def joined_servers(recipe: Recipe, config: Any) -> Iterator[Servers]:
+def joined_servers(recipe: Recipe, config: Any, folder: Path) -> Iterator[Servers]:
     """Servers of the services at `engine.url`, which are this run's alone until the block ends.
+
+    With `publish.serve` new weights lie on a shelf of this machine, otherwise in the services' folder.
 
     Raises BadInput where they do not fit this run, EngineError where they cannot be had.
     """
@@ -99,8 +106,9 @@ def joined_servers(recipe: Recipe, config: Any) -> Iterator[Servers]:
             facts = service.join(SILENT_S + 5.0)
             stack.callback(service.leave)
             check_fit(url, facts, needs)
-            folder = shared_folder(url, facts, None if wanted is None else Path(wanted).expanduser())
-            folders.setdefault(folder, url)
+            if recipe.publish.serve is None:
+                shared = shared_folder(url, facts, None if wanted is None else Path(wanted).expanduser())
+                folders.setdefault(shared, url)
             prefix = f"{number}/" if len(recipe.engine.url) > 1 else ""
             found += [
                 Found(prefix + one.name, service.server_url(one.name), one.places, service=service)
@@ -112,10 +120,16 @@ def joined_servers(recipe: Recipe, config: Any) -> Iterator[Servers]:
                 f"engine.url names services with different folders for new weights ({listed}): start them with the same "
                 "--publish.directory"
             )
-        root = next(iter(folders)) / RUN_FOLDER.format(run=access.run)
-        stack.callback(shutil.rmtree, root, ignore_errors=True)
+        shelf = None
+        if recipe.publish.serve is not None:
+            root = stack.enter_context(_publish_root(recipe, folder))
+            shelf = Shelf(root)
+            stack.enter_context(shelf.serving(recipe.publish.serve))
+        else:
+            root = next(iter(folders)) / RUN_FOLDER.format(run=access.run)
+            stack.callback(shutil.rmtree, root, ignore_errors=True)
         stack.enter_context(_staying([server.service for server in found if server.service is not None]))
-        yield Servers(tuple(found), root, access)
+        yield Servers(tuple(found), root, shelf, access)
 
 
 @contextmanager
@@ -191,6 +205,7 @@ def server_plan(recipe: Recipe, model: str, revision: str | None, root: Path) ->
         model, revision, serving_dtype(recipe), engine.max_batch, engine.context, engine.kv_cache_gib, root,
         threads=recipe.run.threads or 1, adapters=adapter_slots(recipe),
         cpu=not torch.cuda.is_available(), trust_remote_code=recipe.model.trust_remote_code,
+        backend=BACKENDS.get(recipe.publish.kind, BACKEND),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,8 +23,10 @@ from miles.learn.adapters import peft_config
 from miles.learn.learner import Learner
 from miles.learn.load import context_length
 from miles.publish.canary import Tolerance
+from miles.publish.carriers import Carrier, FileCarrier, ShelfCarrier
 from miles.publish.files import WeightFiles
 from miles.publish.vllm import VllmPublisher
+from miles.publish.vllm_native import NativeCarrier, check_possible
 from miles.run.prepare import Inputs
 from miles.run.servers import (
     Found,
@@ -46,7 +49,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def open_servers(recipe: Recipe, inputs: Inputs, run_dir: Path) -> Iterator[Servers]:
     """Those of `engine.url`, or own ones, which are started and become ready while something else is done."""
     if recipe.engine.url:
-        with joined_servers(recipe, inputs.config) as servers:
+        with joined_servers(recipe, inputs.config, run_dir) as servers:
             yield servers
         return
     with own_servers(recipe, inputs.tokenizer, run_dir) as servers:
@@ -59,6 +62,8 @@ def open_vllm(
 ) -> Iterator[tuple[VllmEngine, VllmPublisher]]:
     """Servers that serve the learner's version. Raises ConfigError and EngineError where they cannot."""
     learner.canary_ids = canary_ids(inputs)
+    if recipe.publish.kind in ("nccl", "ipc"):
+        check_possible(recipe.publish.kind)  # before servers are started
     with open_servers(recipe, inputs, run_dir) as servers:
         wait_ready(servers, recipe.engine.start_timeout_s)
         with serving(recipe, inputs, learner, servers) as both:
@@ -75,7 +80,7 @@ def serving(
     fleet = Fleet([Server(one.name, one.url, one.places) for one in servers.found], engine.start_timeout_s)
     access = servers.access
     publisher = VllmPublisher(
-        fleet, WeightFiles(servers.root, DTYPES[dtype], adapter), partial(ServerRoutes, access=access),
+        fleet, carrier_of(recipe, servers, adapter), partial(ServerRoutes, access=access),
         max_staleness=recipe.buffer.max_staleness, verify=recipe.publish.verify, tolerance=Tolerance.of(dtype),
     )  # fmt: skip
     publisher.publish(learner.policy_update())
@@ -90,6 +95,15 @@ def serving(
             ),
             publisher,
         )  # fmt: skip
+
+
+def carrier_of(recipe: Recipe, servers: Servers, adapter: Mapping[str, Any] | None) -> Carrier:
+    """How versions get to the servers. Raises ConfigError where this machine has no such way."""
+    kind, dtype = recipe.publish.kind, DTYPES[serving_dtype(recipe)]
+    if kind in ("nccl", "ipc"):
+        return NativeCarrier(kind, dtype)
+    files = WeightFiles(servers.root, dtype, adapter)
+    return FileCarrier(files) if servers.shelf is None else ShelfCarrier(files, servers.shelf)
 
 
 def canary_ids(inputs: Inputs) -> list[int]:

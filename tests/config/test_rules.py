@@ -21,6 +21,30 @@ def recipe(**changes: Any) -> Recipe:
     return loaded.recipe
 
 
+def test_a_shelf_is_for_services_without_a_common_disk() -> None:
+    joined = {"engine__kind": "vllm", "engine__url": "http://10.0.0.7:7080"}
+    assert rule_problems(recipe(**joined, publish__serve="10.0.0.5:7090")) == []
+    (problem,) = rule_problems(recipe(**joined, publish__serve="7090"))
+    assert problem.startswith("publish.serve = '7090': write HOST:PORT")
+    (problem,) = rule_problems(recipe(engine__kind="vllm", publish__serve="10.0.0.5:7090"))
+    assert "is for services on other machines, and engine.url names none" in problem
+    (problem,) = rule_problems(recipe(**joined, publish__serve="10.0.0.5:7090", publish__directory="/shared"))
+    assert "are two ways to bring weights to services" in problem
+
+
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_weights_from_gpu_to_gpu_are_for_own_servers_full_weights_and_one_rank(kind: str) -> None:
+    served = {"engine__kind": "vllm", "publish__kind": kind}
+    assert rule_problems(recipe(**served)) == []
+    for changes, words in (
+        ({"lora__rank": 8}, "sends all weights, and lora.rank = 8 trains an adapter"),
+        ({"engine__url": "http://10.0.0.7:7080"}, "is for servers that the run starts"),
+        ({"parallel__shard": 2}, "sends from one rank, and the recipe has 2"),
+        ({"engine__kind": "inprocess"}, "brings weights to servers"),
+    ):
+        assert any(words in problem for problem in rule_problems(recipe(**{**served, **changes}))), words
+
+
 def test_a_plain_recipe_has_no_problem_and_no_warning() -> None:
     assert rule_problems(recipe()) == []
     assert rule_warnings(recipe(), list(BASE)) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,19 @@ def facts_of(folder: Path, *servers: str, **keys: Any) -> ServiceFacts:
 
 
 @contextmanager
-def port(sockets: Mapping[str, str], folder: Path, tokens: Sequence[str] = (), **keys: Any) -> Iterator[str]:
+def port(
+    sockets: Mapping[str, str],
+    folder: Path,
+    tokens: Sequence[str] = (),
+    take: Callable[[str, bytes], Path] | None = None,
+    **keys: Any,
+) -> Iterator[str]:
     """The address of a port before the servers `name -> unix:/path`, which read weights below `folder`."""
-    served = Port(sockets, Doorkeeper(tokens, "give one"), folder, lambda run: facts_of(folder, *sockets, **keys))
+
+    def facts(run: str) -> ServiceFacts:
+        return facts_of(folder, *sockets, **keys)
+
+    served = Port(sockets, Doorkeeper(tokens, "give one"), folder, facts, take or (lambda run, offer: folder / run))
     with ExitStack() as stack:
         listener = stack.enter_context(listening("127.0.0.1", 0))
         stack.enter_context(running(make_server(served.app(), None, None), sockets=[listener]))

@@ -17,7 +17,7 @@ import pytest
 
 from miles.engine.port import SILENT_S, Claim
 from miles.engine.port_routes import ALLOWED
-from miles.engine.vllm_routes import GENERATE, RUN_HEADER
+from miles.engine.vllm_routes import GENERATE, RUN_HEADER, Access, ServerRoutes
 from miles.web.door import Refused
 
 behind = sys.modules["miles_engine_behind"]
@@ -56,7 +56,7 @@ def test_a_token_opens_every_route_but_one_and_nothing_near_it_does(stand_in: An
         behind.port({"s": f"unix:{stand_in.socket}"}, tmp_path, [TOKEN, TOKEN + "2"]) as url,
         httpx2.Client() as client,
     ):
-        paths = [f"/servers/s{allowed.path}" for allowed in ALLOWED] + ["/join", "/leave", "/stay"]
+        paths = [f"/servers/s{allowed.path}" for allowed in ALLOWED] + ["/join", "/leave", "/stay", "/servers/s/fetch"]
         near = [
             "",
             "Bearer",
@@ -84,6 +84,33 @@ def test_without_a_token_only_this_machine_is_answered(client: httpx2.Client, st
     assert client.get("/servers/s/health").status_code == 200
     assert client.get("/servers/s/health", headers={"host": "evil.example:80"}).status_code == 421
     assert len(stand_in.requests) == 1
+
+
+def test_a_version_is_taken_for_the_run_that_has_the_servers(stand_in: Any, tmp_path: Path) -> None:
+    taken = []
+
+    def take(run: str, offer: bytes) -> Path:
+        taken.append((run, offer))
+        if offer == b"bad":
+            raise Refused(424, "policy-v1 came with SHA-256 0 instead of 1")
+        return tmp_path / run / "policy-v1"
+
+    with (
+        behind.port({"s": f"unix:{stand_in.socket}"}, tmp_path, take=take) as url,
+        httpx2.Client(base_url=url) as client,
+    ):
+        assert client.post("/servers/s/fetch", content=b"{}", headers=JOINED).status_code == 409
+        client.post("/join", json={"run": "run-1"})
+        assert client.post("/servers/s/fetch", content=b"{}", headers={RUN_HEADER: "run-2"}).status_code == 409
+        assert client.post("/servers/s/fetch", content=b"{}").status_code == 409
+        assert client.post("/servers/s/fetch", content=b"x" * (1 << 17), headers=JOINED).status_code == 413
+        assert taken == []
+        with ServerRoutes(f"{url}/servers/s", Access(run="run-1")) as routes:
+            assert routes.fetch({"name": "policy-v1"}, 10) == tmp_path / "run-1" / "policy-v1"
+        assert taken == [("run-1", b'{"name":"policy-v1"}')]
+        refused = client.post("/servers/s/fetch", content=b"bad", headers=JOINED)
+        assert (refused.status_code, "came with SHA-256" in refused.text) == (424, True)
+    assert stand_in.requests == []
 
 
 REFUSED = (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,8 +16,11 @@ from safetensors.torch import load_file
 from miles.engine.fleet import Fleet, Server
 from miles.errors import EngineError, ServerFault
 from miles.publish.canary import Tolerance
+from miles.publish.carriers import FileCarrier, ShelfCarrier
+from miles.publish.fetch import Fetcher, FetchError, Offer
 from miles.publish.files import WeightFiles
 from miles.publish.following import FollowingPublisher
+from miles.publish.shelf import Shelf
 from miles.publish.vllm import VllmPublisher
 from miles.types import Canary, PolicyUpdate
 
@@ -32,9 +36,19 @@ class FakeRoutes:
         self.calls: list[str] = []
         self.fault: ServerFault | None = None
         self.error_added = 0.0
+        self.fetcher: Fetcher | None = None
 
     def __call__(self, url: str) -> FakeRoutes:
         return self
+
+    def fetch(self, offer: Mapping[str, Any], size: int) -> Path:
+        """As a service does; what it answers to an offer that it cannot take is a fault of its server."""
+        self._call("fetch")
+        assert self.fetcher is not None
+        try:
+            return self.fetcher.fetch(Offer.parse(offer))
+        except FetchError as error:
+            raise ServerFault(str(error)) from error
 
     def version(self) -> str:
         self._call("version")
@@ -82,7 +96,9 @@ class FakeRoutes:
 class Bench:
     """A publisher over fake servers."""
 
-    def __init__(self, folder: Path, servers: int = 2, adapters: bool = False, **keys: Any) -> None:
+    def __init__(
+        self, folder: Path, servers: int = 2, adapters: bool = False, shelf: Shelf | None = None, **keys: Any
+    ) -> None:
         self.routes = [FakeRoutes() for _ in range(servers)]
         self.fleet = Fleet([Server(f"server {i}", str(i), 8) for i in range(servers)])
         self.lost: list[str] = []
@@ -90,8 +106,9 @@ class Bench:
         self.adapters = adapters
         self.scored: list[threading.Thread] = []
         files = WeightFiles(folder, torch.float32, CONFIG if adapters else None)
+        carrier = FileCarrier(files) if shelf is None else ShelfCarrier(files, shelf)
         self.publisher = VllmPublisher(
-            self.fleet, files, lambda url: self.routes[int(url)], tolerance=Tolerance.of("fp32"), **keys
+            self.fleet, carrier, lambda url: self.routes[int(url)], tolerance=Tolerance.of("fp32"), **keys
         )
 
     def publish(self, version: int, learner: float | None = None) -> None:
@@ -204,3 +221,47 @@ def test_other_ranks_put_tensors_together_and_score_as_rank_0_does() -> None:
     FollowingPublisher(verify=True).publish(update)
     FollowingPublisher(verify=False).publish(update)
     assert calls == ["weights", "canary", "weights"]
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_services_without_a_common_disk_take_versions_off_the_shelf(tmp_path: Path, adapters: bool) -> None:
+    shelf = Shelf(tmp_path / "here")
+    bench = Bench(tmp_path / "here", adapters=adapters, shelf=shelf, max_staleness=1)
+    for number, routes in enumerate(bench.routes):
+        routes.fetcher = Fetcher(tmp_path / f"there-{number}")
+    with shelf.serving("127.0.0.1:0"):
+        for version in (1, 2):
+            bench.publish(version)
+        bench.routes[1].fault = ServerFault("it was killed", gone=True)
+        for version in (3, 4, 5):
+            bench.publish(version)
+        assert bench.serving == [5, None]
+        bench.routes[1] = FakeRoutes()  # another machine, in the middle: its disk is empty
+        bench.routes[1].fetcher = Fetcher(tmp_path / "there-2")
+        assert bench.publisher.refresh(bench.fleet.servers[1])
+    assert bench.serving == [5, 5]
+    end = "" if adapters else ".safetensors"
+    assert sorted(path.name for path in (tmp_path / "there-0").iterdir()) == [f"policy-v{v}{end}" for v in (3, 4, 5)]
+    assert [path.name for path in (tmp_path / "there-2").iterdir()] == [f"policy-v5{end}"]
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [f"policy-v{v}{end}" for v in (4, 5)]
+
+
+def test_a_version_that_was_altered_on_its_way_is_served_by_nobody(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "here")
+    bench = Bench(tmp_path / "here", servers=1, shelf=shelf)
+
+    def altered(request: httpx2.Request) -> httpx2.Response:
+        content = bytearray((tmp_path / "here" / request.url.path.removeprefix("/")).read_bytes())
+        content[-1] ^= 1
+        return httpx2.Response(206, stream=httpx2.ByteStream(bytes(content)))
+
+    bench.routes[0].fetcher = Fetcher(tmp_path / "there", httpx2.MockTransport(altered))
+    with shelf.serving("127.0.0.1:0"):
+        with pytest.raises(
+            EngineError, match=r"published to no server: server 0: policy-v1.safetensors came with SHA-256"
+        ):
+            bench.publish(1)
+        assert "load_weights" not in bench.routes[0].calls
+        bench.routes[0].fetcher = Fetcher(tmp_path / "there")
+        bench.publish(2)
+    assert bench.serving == [2]

@@ -19,6 +19,7 @@ from miles.errors import EngineError
 from miles.learn.critic import weights_of
 from miles.learn.tiny import tiny_model
 from miles.publish.canary import Difference, Tolerance
+from miles.publish.carriers import FileCarrier
 from miles.publish.files import WeightFiles
 from miles.publish.vllm import VllmPublisher
 from miles.run.vllm import DTYPES
@@ -57,7 +58,7 @@ def publisher_for(served: Any, connect: Any = ServerRoutes, **keys: Any) -> tupl
     fleet = Fleet([Server("server 0", served.server.url, places=64)])
     plan = served.server.plan
     files = WeightFiles(served.published, DTYPES[plan.dtype])
-    return fleet, VllmPublisher(fleet, files, connect, tolerance=Tolerance.of(plan.dtype), **keys)
+    return fleet, VllmPublisher(fleet, FileCarrier(files), connect, tolerance=Tolerance.of(plan.dtype), **keys)
 
 
 def publish_three(served: Any, tied: bool, first: int, **keys: Any) -> tuple[Fleet, VllmPublisher]:
@@ -170,7 +171,7 @@ def test_adapters_come_under_a_name_of_their_version_and_old_ones_go(served_adap
     }  # fmt: skip
     fleet = Fleet([Server("server 0", served_adapters.server.url, places=64)])
     files = WeightFiles(served_adapters.published, torch.float32, config)
-    publisher = VllmPublisher(fleet, files, ServerRoutes, max_staleness=1, tolerance=TOLERANCE)
+    publisher = VllmPublisher(fleet, FileCarrier(files), ServerRoutes, max_staleness=1, tolerance=TOLERANCE)
     learners = {}
     with ServerRoutes(served_adapters.server.url) as routes, ExitStack() as under_way:
         for version in (0, 1, 2, 3):

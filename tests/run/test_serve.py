@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,8 @@ import pytest
 from miles.errors import BadInput, ConfigError
 from miles.learn.export import export
 from miles.learn.tiny import tiny_model, tiny_tokenizer
-from miles.run.serve import Options, serve_command
+from miles.run.serve import Options, Taker, serve_command
+from miles.web.door import Refused
 
 from .test_vllm_run import RECIPE, processes_with
 
@@ -66,6 +68,19 @@ class Serving:
         raise AssertionError(self.log.read_text())
 
 
+def test_offers_that_cannot_be_taken_are_refused_with_the_reason(tmp_path: Path) -> None:
+    taker = Taker(tmp_path)
+    for body in (b"", b"[]", b"{", b"[" * 100_000):
+        with pytest.raises(Refused, match="the body is no offer of a version") as refused:
+            taker.take("run-1", body)
+        assert refused.value.status == 400
+    facts = {"path": "policy-v1.safetensors", "size": 1, "sha256": "0" * 64}
+    offer = {"url": "http://127.0.0.1:1", "token": "t", "name": facts["path"], "files": [facts], "keep": []}
+    with pytest.raises(Refused, match=r"policy-v1.safetensors did not come from http://127.0.0.1:1") as refused:
+        taker.take("run-1", json.dumps(offer).encode())
+    assert refused.value.status == 424
+
+
 @pytest.mark.slow
 def test_a_service_outlives_its_runs_and_the_death_of_its_server(
     vllm_python: str, tmp_path: Path, runs, tools, monkeypatch
@@ -89,7 +104,7 @@ def test_a_service_outlives_its_runs_and_the_death_of_its_server(
             if b"api_server" in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and b"guardian" not in line
         )
         os.kill(server, signal.SIGKILL)  # between two runs: the service starts it again
-        assert runs.train("two", **given).code == 0
+        assert runs.train("two", **given, publish__serve="127.0.0.1:0").code == 0  # as one without a common disk
         first, second = (tools.rows(runs[name]) for name in ("one", "two"))
         assert [row["reward/mean"] for row in first] == [row["reward/mean"] for row in second]
         assert "vllm-0 ended with code" in service.log.read_text()
