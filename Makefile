@@ -19,7 +19,7 @@ QUICKSTART := runs/quickstart
 TRL := benchmarks/vs_trl
 COVERED := algo buffer config learn engine rollout
 
-.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine bench-learner bench-plan bench-publish gpu-check accept clean
+.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine bench-learner bench-buffer bench-plan bench-publish gpu-check accept clean
 
 help:
 	@echo "make demo          train a real model on this machine's CPU, in minutes (writes $(QUICKSTART))"
@@ -27,7 +27,7 @@ help:
 	@echo "make fast          the tests that take seconds"
 	@echo "make check         linters, layers and types alone"
 	@echo "make docs          write docs/recipe.md anew from the schema"
-	@echo "make bench         every benchmark (bench-trl, bench-engine, bench-learner, bench-plan, bench-publish: one)"
+	@echo "make bench         every benchmark (bench-trl, bench-engine, bench-learner, bench-buffer, bench-plan, bench-publish: one)"
 	@echo "make gpu-check     the learner on one GPU beside the CPU: numbers, speed, memory (writes gpu_check.json)"
 	@echo "make accept        one script for each promised line (accept-1: those of part 1)"
 	@echo "make setup         the virtual environment alone"
@@ -97,7 +97,7 @@ docs: setup
 
 # --- measurements and promises: not part of the tests ---------------------------------------------------------------
 
-bench: bench-engine bench-learner bench-plan bench-publish bench-trl
+bench: bench-engine bench-learner bench-buffer bench-plan bench-publish bench-trl
 
 # TRL gets virtual environments of its own: one for its newest release, one for the last that has PPOTrainer.
 $(TRL)/.venv-%/.installed: $(TRL)/requirements-%.txt
@@ -107,6 +107,10 @@ $(TRL)/.venv-%/.installed: $(TRL)/requirements-%.txt
 
 bench-trl: setup-dev $(TRL)/.venv-grpo/.installed $(TRL)/.venv-ppo/.installed
 	$(RUN)/python $(TRL)/compare.py $(BENCH_TRL_ARGS)
+
+bench-buffer: setup-dev
+	$(RUN)/python benchmarks/buffer/compare.py
+	$(RUN)/python benchmarks/buffer/long_run.py
 
 bench-learner: setup
 	$(RUN)/python benchmarks/learner/step.py

@@ -307,9 +307,11 @@ def _add_buffer(parser: Parser) -> None:
         "--ledger",
         default="sqlite",
         metavar="URL",
-        help="sqlite; nothing else is built yet",
+        help="sqlite (default), or postgresql://... for several buffers at once",
     )
-    parser.add_argument("--payloads", default="local", metavar="URL", help="local; nothing else is built yet")
+    parser.add_argument(
+        "--payloads", default="local", metavar="URL", help="local (default), or s3://bucket/prefix for large groups"
+    )
 
 
 def _add_service(parser: Parser, default: str) -> None:

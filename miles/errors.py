@@ -93,6 +93,10 @@ class LedgerLost(ExperienceError):
     """The ledger is gone, or not there yet; a checkpoint's snapshot makes it again."""
 
 
+class LedgerUnreachable(ExperienceError):
+    """The server that holds the ledger, or its payloads, does not answer; the call may be made again."""
+
+
 class DiskFull(ExperienceError):
     """There is no room for what was to be stored. Nothing acknowledged is lost, and it may be tried again."""
 

@@ -19,6 +19,7 @@ from miles.errors import (
     LearnerFenced,
     LeaseLost,
     LedgerLost,
+    LedgerUnreachable,
     MilesError,
     NothingToTrain,
     PoisonedData,
@@ -117,6 +118,16 @@ class Step(Message):
     short: str | None
 
 
+class Stored(Message):
+    """One group of a manifest: its bytes, or the object in the store that holds them."""
+
+    ordinal: int
+    digest: str
+    length: int
+    payload: bytes | None = None
+    object: str | None = None
+
+
 class Problem(Message):
     """The body of every refusal."""
 
@@ -134,6 +145,7 @@ STATUS: dict[type[MilesError], int] = {
     NothingToTrain: 410,
     PoisonedData: 410,
     LedgerLost: 404,
+    LedgerUnreachable: 503,
     RunDirError: 409,
     ExperienceError: 409,
 }

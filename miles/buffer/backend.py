@@ -1,4 +1,4 @@
-"""What a ledger stands on: SQLite and segment files in a folder."""
+"""What a ledger stands on: SQLite and segment files in a folder, or PostgreSQL, or an object store for large payloads."""
 
 from __future__ import annotations
 
@@ -12,32 +12,19 @@ from miles.buffer.payloads import Payloads
 from miles.buffer.place import RunLock, refuse_network_file_system
 from miles.buffer.schema import LEDGER_NAME, SEGMENTS_NAME, connect, connect_readonly
 from miles.buffer.segments import Segments, fsync_folder
-from miles.errors import BadInput, ExperienceError
+from miles.errors import ExperienceError
 
 SQLITE = "sqlite"
 LOCAL = "local"
-
-
-def _check_known(where: Where) -> None:
-    for key, value, known in (("ledger", where.ledger, SQLITE), ("payloads", where.payloads, LOCAL)):
-        if value != known:
-            raise BadInput(
-                f"buffer.{key} (--{key} of miles buffer) names another place: this version keeps runs in SQLite and in files beside it "
-                f"only; leave it at {known!r}"
-            )
 
 
 @dataclass(frozen=True)
 class Where:
     """Where ledger and large payloads are: `buffer.ledger` and `buffer.payloads`."""
 
-    ledger: str = SQLITE
-    payloads: str = LOCAL  # segment files
+    ledger: str = SQLITE  # or postgresql://...
+    payloads: str = LOCAL  # segment files; or s3://bucket/prefix
     segment_bytes: int = 256 << 20
-
-    def __post_init__(self) -> None:
-        """Raises BadInput for places that are not built."""
-        _check_known(self)
 
 
 ON_THIS_MACHINE = Where()
@@ -60,10 +47,12 @@ class Backend:
 
 def open_backend(folder: Path, where: Where) -> Backend:
     """For writing; makes the tables. Raises RunDirError, BadInput and ExperienceError."""
+    if where.ledger != SQLITE:
+        return Backend(_postgres(where.ledger), open_payloads(folder, where))
     refuse_network_file_system(folder)
     lock = RunLock(folder)
     try:
-        payloads = _payloads(folder, where)
+        payloads = open_payloads(folder, where)
         path = folder / LEDGER_NAME
         return Backend(SqliteDatabase(_opened(_connect, path), path), payloads, lock)
     except BaseException:
@@ -74,11 +63,24 @@ def open_backend(folder: Path, where: Where) -> Backend:
 def open_readonly(folder: Path, where: Where) -> Backend:
     """For reading beside whoever writes, or after. Raises RunDirError where there is no ledger."""
     path = folder / LEDGER_NAME
-    return Backend(SqliteDatabase(_opened(connect_readonly, path), path), _payloads(folder, where))
+    if where.ledger != SQLITE:
+        return Backend(_postgres(where.ledger), open_payloads(folder, where))
+    return Backend(SqliteDatabase(_opened(connect_readonly, path), path), open_payloads(folder, where))
 
 
-def _payloads(folder: Path, where: Where) -> Payloads:
-    return Segments(folder / SEGMENTS_NAME, where.segment_bytes)
+def _postgres(url: str) -> Database:
+    from miles.buffer.postgres import PostgresDatabase
+
+    return PostgresDatabase(url)
+
+
+def open_payloads(folder: Path, where: Where) -> Payloads:
+    """Where large groups lie. Raises BadInput where it cannot be used."""
+    if where.payloads == LOCAL:
+        return Segments(folder / SEGMENTS_NAME, where.segment_bytes)
+    from miles.buffer.objects import Objects
+
+    return Objects(where.payloads)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

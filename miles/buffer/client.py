@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ import httpx2
 import msgspec
 
 from miles.buffer import api
+from miles.buffer.payloads import Payloads, Place
 from miles.buffer.reading import Stats
+from miles.buffer.record import record_of
 from miles.buffer.rewinding import RewindMode
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
@@ -21,16 +24,21 @@ from miles.errors import ExperienceError
 from miles.types import Collected, FinishedGroup, Group, Lease
 
 T = TypeVar("T")
+INLINE_BYTES = LedgerSettings(1).inline_bytes
 
 
 class RemoteSink:
     """`ExperienceSink`: what a collector needs. One for each collector; all of its calls run in one event loop."""
 
-    def __init__(self, address: Address, vocabulary: int | None = None, *, wait: bool = True) -> None:
-        """`wait`: `lease` waits while credit is used up, and gives nothing only when the run is over. `vocabulary`: token
-        ids are below it."""
+    def __init__(
+        self, address: Address, vocabulary: int | None = None, *, wait: bool = True, payloads: Payloads | None = None
+    ) -> None:
+        """`wait`: `lease` waits while credit is used up, and gives nothing only when the run is over. `vocabulary`: token ids
+        are below it. `payloads`: the service's object store, where large groups go without passing through the service."""
         self._caller = AsyncCaller(address)
         self._vocabulary = vocabulary
+        self._payloads = payloads
+        self._run = address.run
         self._wait = api.MAX_WAIT_S if wait else 0.0
         self._session = uuid.uuid4().hex
         self._number = 0
@@ -60,9 +68,14 @@ class RemoteSink:
     async def put(self, lease: Lease, group: Group) -> None:
         """Store a finished group, durably; waits while the buffer's disk is full. Raises LeaseLost and GroupRefused."""
         frame = encode_group(group, self._vocabulary)
-        headers = {"content-type": api.MSGPACK, api.DIGEST: frame.digest}
+        body, headers = frame.payload, {"content-type": api.MSGPACK, api.DIGEST: frame.digest}
+        if self._payloads is not None and len(frame.payload) >= INLINE_BYTES:
+            name = f"{self._run}/{group.ordinal}-{frame.digest}"
+            place = await asyncio.to_thread(self._payloads.append, frame.payload, name)
+            body = msgspec.msgpack.encode(record_of(group, frame, place.object))
+            headers["content-type"] = api.RECORD
         response = await self._caller.call(
-            "PUT", f"/groups/{lease.ordinal}", params={"lease": lease.lease_id}, content=frame.payload, headers=headers
+            "PUT", f"/groups/{lease.ordinal}", params={"lease": lease.lease_id}, content=body, headers=headers
         )
         raise_for(response)
 
@@ -89,7 +102,9 @@ class RemoteSink:
 class RemoteSource:
     """`ExperienceSource`: what the learner needs. One learner holds a run; `rewind` takes it over."""
 
-    def __init__(self, address: Address, vocabulary: int | None = None) -> None:
+    def __init__(self, address: Address, vocabulary: int | None = None, *, payloads: Payloads | None = None) -> None:
+        """`payloads`: the service's object store, where large groups are read without passing through the service."""
+        self._payloads = payloads
         self.address = address
         self._caller = Caller(address)
         self._vocabulary = vocabulary
@@ -146,11 +161,19 @@ class RemoteSource:
         return groups
 
     def _page(self, version: int, entries: Sequence[tuple[int, str]], start: int) -> list[Group]:
-        page = self._answered("GET", f"/steps/{version}/groups", list[tuple[int, str, bytes]], params={"start": start})
+        params: dict[str, Any] = {"start": start, **({} if self._payloads is None else {"direct": 1})}
+        page = self._answered("GET", f"/steps/{version}/groups", list[api.Stored], params=params)
         expected = entries[start : start + len(page)]
-        if not page or [(ordinal, digest) for ordinal, digest, _ in page] != list(expected):
+        if not page or [(each.ordinal, each.digest) for each in page] != list(expected):
             raise ExperienceError(f"the buffer gave other groups for step {version} than its manifest names")
-        return [decode_group(payload, digest, self._vocabulary) for _, digest, payload in page]
+        return [self._read(each) for each in page]
+
+    def _read(self, stored: api.Stored) -> Group:
+        payload = stored.payload
+        if payload is None:
+            assert self._payloads is not None
+            payload = self._payloads.read(Place(object=stored.object), stored.length)
+        return decode_group(payload, stored.digest, self._vocabulary)
 
     def finished(self, version: int) -> list[FinishedGroup]:
         """Summaries of every group that finished for this step, in ordinal order, dropped ones too."""
@@ -216,9 +239,12 @@ class RemoteSource:
 class InlineRemote(RemoteSource):
     """A source over HTTP for a learner that also collects: `take` runs its collector until the manifest is full."""
 
-    def __init__(self, address: Address, *, collect: Callable[[], None], vocabulary: int | None = None) -> None:
+    def __init__(
+        self, address: Address, *, collect: Callable[[], None], vocabulary: int | None = None,
+        payloads: Payloads | None = None,
+    ) -> None:  # fmt: skip
         """`collect` runs a collector on a sink that does not wait, until there is nothing to lease."""
-        super().__init__(address, vocabulary)
+        super().__init__(address, vocabulary, payloads=payloads)
         self._collect = collect
 
     def take(self, version: int) -> list[Group]:

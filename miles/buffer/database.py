@@ -1,4 +1,7 @@
-"""The little that the ledger asks of a database, and SQLite behind it."""
+"""The little that the ledger asks of a database, and SQLite behind it; `postgres.py` is the other one.
+
+Statements are written once, in the SQL that both understand, with `?` for values.
+"""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class Leases:
         if record is not None and self.settings.keep_dropped:
             self._insert(record)
         summary = None if record is None else encode_summary(replace(decode_summary(record.summary), reason=name))
-        self.discard(lease.ordinal, name, detail.strip()[:MOST_DETAIL] or None, summary)
+        self.discard(lease.ordinal, name, _plain(detail.strip()) or None, summary)
 
     def quarantine(self, lease: Lease, refused: GroupRefused, digest: str, payload: bytes | None) -> None:
         """Note a group that was refused; the lease stays with its holder. Content that came before counts once."""
@@ -244,7 +244,7 @@ class Leases:
             "INSERT INTO quarantine VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 self.store.run, lease.lease_id, digest, self.clock(), lease.ordinal, row["worker"], refused.reason,
-                str(refused)[:MOST_DETAIL], None if kept is None else kept[:MOST_KEPT_BYTES],
+                _plain(str(refused)), None if kept is None else kept[:MOST_KEPT_BYTES],
             ),
         )  # fmt: skip
         self.store.set(refused=state.refused + 1)
@@ -360,9 +360,11 @@ class Leases:
 
     def _insert(self, record: Record) -> None:
         place, payload = Place(object=record.object), record.payload
-        if payload is not None and record.length >= self.settings.inline_bytes:
-            name = f"{self.store.run}/{record.ordinal}-{record.digest}"
-            place, payload = self.store.payloads.append(payload, name), None
+        if payload is not None and record.length >= self.settings.inline_bytes and not self.store.db.shared:
+            place, payload = (
+                self.store.payloads.append(payload, self.store.name_of(record.ordinal, record.digest)),
+                None,
+            )
         self.store.db.execute(
             "INSERT INTO grp VALUES (?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?, ?, ?, ?, ?)",
             (
@@ -371,3 +373,8 @@ class Leases:
                 record.summary, payload,
             ),
         )  # fmt: skip
+
+
+def _plain(text: str) -> str:
+    """Words of others as every database takes them, and no more of them than anyone reads."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:MOST_DETAIL]

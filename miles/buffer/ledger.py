@@ -65,6 +65,11 @@ class LedgerReader:
         with self._store.reading():
             return self._store.payload(ordinal)
 
+    def located(self, ordinal: int) -> tuple[Frame | None, str | None, str, int]:
+        """A group's bytes, or the object in the store that holds them; their hash and length. Raises ExperienceError."""
+        with self._store.reading():
+            return self._store.located(ordinal)
+
     def entries(self, version: int) -> list[tuple[int, str]]:
         """(ordinal, SHA-256 of the group) of a manifest, in its order; empty where it does not exist yet."""
         with self._store.reading():
@@ -287,6 +292,7 @@ class Ledger(LedgerReader):
 
     def put_record(self, lease: Lease, record: Record) -> bool:
         """As `put`, of a group that was checked and encoded already."""
+        record = self._stored_apart(record)
         try:
             return self._store.write(lambda: self._leases.put(lease, record))
         except GroupRefused as refused:
@@ -294,10 +300,18 @@ class Ledger(LedgerReader):
                 self.quarantine(lease, refused, record.payload or b"", record.digest)
             raise
 
+    def _stored_apart(self, record: Record) -> Record:
+        """A large group goes to the object store, where there is one, before anyone waits for the ledger."""
+        payloads, payload = self._store.payloads, record.payload
+        if payload is None or not payloads.shared or record.length < self.settings.inline_bytes:
+            return record
+        place = payloads.append(payload, self._store.name_of(record.ordinal, record.digest))
+        return replace(record, payload=None, object=place.object)
+
     def put_stored(self, lease: Lease, record: Record) -> bool:
         """As `put_record`, of a group whose bytes its collector has put into the object store. Raises GroupRefused too
         where they are not there in the length that is said."""
-        name = f"{self._store.run}/{record.ordinal}-{record.digest}"
+        name = self._store.name_of(record.ordinal, record.digest)
         size = self._store.payloads.size_of(name)
         if record.payload is not None or record.object is None or size != record.length:
             raise GroupRefused(
@@ -323,6 +337,8 @@ class Ledger(LedgerReader):
 
     def drop_record(self, lease: Lease, reason: str, record: Record | None) -> None:
         """As `drop`, of a group that was checked and encoded already."""
+        if record is not None and self.settings.keep_dropped:
+            record = self._stored_apart(record)
         self._store.write(lambda: self._leases.drop(lease, reason, record))
 
     def release(self, lease: Lease) -> None:

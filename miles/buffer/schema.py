@@ -55,6 +55,7 @@ TABLES = (
   PRIMARY KEY (run, session)) WITHOUT ROWID""",
     "CREATE TABLE event (seq INTEGER PRIMARY KEY, run TEXT NOT NULL, time DOUBLE PRECISION NOT NULL, kind TEXT NOT NULL, json TEXT NOT NULL)",
 )
+"""In the SQL that SQLite and PostgreSQL share, but for the words that `postgres.py` replaces."""
 
 TRIGGERS = """
 CREATE TRIGGER manifest_is_immutable BEFORE UPDATE ON manifest BEGIN SELECT RAISE(ABORT, 'a manifest never changes'); END;

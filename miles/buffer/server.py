@@ -277,19 +277,21 @@ async def take(service: Service, request: Request) -> Response:
 
 
 async def step_groups(service: Service, request: Request) -> Response:
-    """[ordinal, SHA-256, bytes] of a manifest's groups from place `start` on, as many as fit into one answer."""
-    run, start = await service.run(request), request.query_params.get("start", "0")
+    """A manifest's groups from place `start` on, as many as fit into one answer; with `direct` large ones as objects' names."""
+    run, direct = await service.run(request), "direct" in request.query_params
+    start = request.query_params.get("start", "0")
     if not (start.isascii() and start.isdecimal() and len(start) < 10):
         raise Refused(400, "start must be a number")
 
-    def read() -> list[tuple[int, str, bytes]]:
-        page, size = [], 0
+    def read() -> list[api.Stored]:
+        page: list[api.Stored] = []
+        size = 0
         for ordinal, digest in run.ledger.entries(request.path_params["step"])[int(start) :]:
-            payload = run.ledger.frame(ordinal).payload
-            size += len(payload)
+            each = _stored(run, ordinal, digest, direct)
+            size += len(each.payload or b"")
             if page and size > api.MAX_PAGE_BYTES:
                 break
-            page.append((ordinal, digest, payload))
+            page.append(each)
         return page
 
     return reply(await service.thread(read))
@@ -298,6 +300,15 @@ async def step_groups(service: Service, request: Request) -> Response:
 async def collected(service: Service, request: Request) -> Response:
     run = await service.run(request)
     return reply(await service.thread(run.ledger.collected, request.path_params["step"]))
+
+
+def _stored(run: Run, ordinal: int, digest: str, direct: bool) -> api.Stored:
+    if direct:
+        frame, name, _, length = run.ledger.located(ordinal)
+        if frame is None:
+            return api.Stored(ordinal, digest, length, object=name)
+    payload = run.ledger.frame(ordinal).payload
+    return api.Stored(ordinal, digest, len(payload), payload)
 
 
 async def finished(service: Service, request: Request) -> Response:

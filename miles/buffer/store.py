@@ -167,6 +167,18 @@ class Store:
             (self.run, time, kind, msgspec.json.encode(detail).decode()),
         )
 
+    def name_of(self, ordinal: int, digest: str) -> str:
+        """What a payload is called in an object store."""
+        return f"{self.run}/{ordinal}-{digest}"
+
+    def located(self, ordinal: int) -> tuple[Frame | None, str | None, str, int]:
+        """A group's bytes where the ledger or its segments hold them, or the object that does; hash and length."""
+        row = self.one("SELECT object, length, hash FROM grp WHERE run = ? AND ordinal = ?", ordinal)
+        if row is not None and row["object"] is not None:
+            return None, row["object"], row["hash"], row["length"]
+        frame = self.payload(ordinal)
+        return frame, None, frame.digest, len(frame.payload)
+
     def payload(self, ordinal: int) -> Frame:
         """The stored bytes of a finished group. Raises ExperienceError where there are none."""
         row = self.one(

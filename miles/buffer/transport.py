@@ -31,24 +31,29 @@ PASSING = (408, 502, 503, 504)
 class Address:
     """Where a run is served, and what is shown there. The token is in no repr, log or message."""
 
-    url: str  # http://host:port
+    url: str  # http://host:port; of several buffers that serve one ledger, separated by commas, any one is as good
     run: str
     token: str | None = None
     ca_file: Path | None = None  # certificates to trust. None: those of the system
     patience: float = PATIENCE_S  # seconds that a call is made again while the service cannot be reached
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.username:
-            raise BadInput(f"buffer.url {self.url!r} must look like http://HOST:PORT or https://HOST:PORT")
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.username:
+                raise BadInput(f"buffer.url {url!r} must look like http://HOST:PORT or https://HOST:PORT")
         checked_name(self.run, "buffer.run")
 
     def __repr__(self) -> str:
         return f"Address({self.url!r}, {self.run!r})"
 
-    def at(self, path: str) -> str:
-        """The whole address of a call."""
-        return f"{self.url.rstrip('/')}/{api.VERSION}/runs/{self.run}{path}"
+    @property
+    def urls(self) -> list[str]:
+        return [url.strip().rstrip("/") for url in self.url.split(",")]
+
+    def at(self, path: str, turn: int) -> str:
+        """The whole address of a call; each turn goes to the next of several buffers."""
+        return f"{self.urls[turn % len(self.urls)]}/{api.VERSION}/runs/{self.run}{path}"
 
     def arguments(self) -> dict[str, Any]:
         """For httpx2's clients. Proxies of the environment are not asked: the address is meant as it stands."""
@@ -128,6 +133,7 @@ class Caller:
     def __init__(self, address: Address) -> None:
         self._address = address
         self._client = httpx2.Client(**address.arguments())
+        self._turn = 0
 
     def call(self, method: str, path: str, **request: Any) -> httpx2.Response:
         """The answer, whatever its status, after as many attempts as it takes. Raises ExperienceError."""
@@ -135,7 +141,7 @@ class Caller:
         while True:
             try:
                 outcome: httpx2.Response | httpx2.TransportError = self._client.request(
-                    method, self._address.at(path), **request
+                    method, self._address.at(path, self._turn), **request
                 )
             except httpx2.TransportError as error:
                 outcome = error
@@ -143,6 +149,7 @@ class Caller:
             if pause is None:
                 assert isinstance(outcome, httpx2.Response)
                 return outcome
+            self._turn += 1
             time.sleep(pause)
 
     def close(self) -> None:
@@ -155,6 +162,7 @@ class AsyncCaller:
     def __init__(self, address: Address) -> None:
         self._address = address
         self._client = httpx2.AsyncClient(**address.arguments())
+        self._turn = 0
 
     async def call(self, method: str, path: str, **request: Any) -> httpx2.Response:
         """As `Caller.call`."""
@@ -162,7 +170,7 @@ class AsyncCaller:
         while True:
             try:
                 outcome: httpx2.Response | httpx2.TransportError = await self._client.request(
-                    method, self._address.at(path), **request
+                    method, self._address.at(path, self._turn), **request
                 )
             except httpx2.TransportError as error:
                 outcome = error
@@ -170,6 +178,7 @@ class AsyncCaller:
             if pause is None:
                 assert isinstance(outcome, httpx2.Response)
                 return outcome
+            self._turn += 1
             await asyncio.sleep(pause)
 
     async def close(self) -> None:

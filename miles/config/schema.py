@@ -149,7 +149,7 @@ class Buffer(Section):
     keep: Literal["all", "checkpoints"] = "all"
     """Which groups stay stored: all, so that the whole run can be replayed, or those that the oldest kept checkpoint still needs."""
     url: str | None = None
-    """Service that holds the buffer, http://HOST:PORT or https://HOST:PORT, as `miles buffer` prints it. None: the run's own folder."""
+    """Service that holds the buffer, http://HOST:PORT or https://HOST:PORT, as `miles buffer` prints it; several that serve one PostgreSQL ledger stand with commas between them. None: the run's own folder."""
     run: str | None = None
     """Name of this run where the buffer holds several: letters, digits, `.`, `_` and `-`. Needed with `url`, and where `ledger` is a server's."""
     token_file: str | None = None
@@ -157,9 +157,9 @@ class Buffer(Section):
     ca_file: str | None = None
     """Certificates (PEM) to trust at `url`. None: those of the system."""
     ledger: str = "sqlite"
-    """What the ledger stands on: `sqlite` in the run's folder. A database server (postgresql://...) is not built yet and refused."""
+    """What the ledger stands on: `sqlite` in the run's folder, or postgresql://USER@HOST/DATABASE (extra `postgres`; the password comes from PGPASSWORD or ~/.pgpass)."""
     payloads: str = "local"
-    """Where groups of 128 KiB and more lie: `local` beside the ledger. An object store (s3://...) is not built yet and refused."""
+    """Where groups of 128 KiB and more lie: `local` beside the ledger, or s3://BUCKET/PREFIX (extra `s3`; keys come from the AWS_ variables). With `url`, where the service has the same: they go there without passing through the service."""
     max_refused: UnitFloat = 0.05
     """Part of the groups that may be refused as unfit to train on (not finite, too old, cut) before the run is aborted; the first 19 never abort it."""
     min_free_mb: NonNegativeInt = 64

@@ -11,14 +11,16 @@ from typing import Any
 from miles.buffer.backend import Where
 from miles.buffer.client import InlineRemote, RemoteSink, RemoteSource
 from miles.buffer.embedded import EmbeddedBuffer
-from miles.buffer.ledger import DEFAULT_RUN, Ledger
+from miles.buffer.ledger import DEFAULT_RUN, Ledger, LedgerReader
+from miles.buffer.payloads import Payloads
 from miles.buffer.rewinding import RewindMode
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.buffer.transport import Address
 from miles.config import schema
+from miles.errors import BadInput
 from miles.protocols import ExperienceSink, ExperienceSource
-from miles.run.meeting import Meeting, address_of
+from miles.run.meeting import Meeting, address_of, payloads_of
 from miles.run.resume import newest_snapshot, restore_ledger
 from miles.types import Group
 
@@ -71,7 +73,7 @@ def join_buffer(
 
     Raises RunDirError where the buffer holds another run, or one and `resume` is False; BadInput where it cannot be joined.
     """
-    with WaitingSource(meeting.address(), facts.settings.vocabulary, look) as source:
+    with WaitingSource(meeting.address(), facts.settings.vocabulary, look, meeting.payloads()) as source:
         lost = _registered(source, run_dir, facts, resume)
         yield OpenBuffer(source, "resample" if lost else "replay", lambda: source.end("the learner is done"))
 
@@ -79,8 +81,10 @@ def join_buffer(
 class WaitingSource(RemoteSource):
     """A source whose `take` looks up from its waiting, so that a signal is noticed where it must not interrupt."""
 
-    def __init__(self, address: Address, vocabulary: int | None, look: Callable[[], None]) -> None:
-        super().__init__(address, vocabulary)
+    def __init__(
+        self, address: Address, vocabulary: int | None, look: Callable[[], None], payloads: Payloads | None = None
+    ) -> None:
+        super().__init__(address, vocabulary, payloads=payloads)
         self._look = look
 
     def take(self, version: int) -> list[Group]:
@@ -92,6 +96,16 @@ class WaitingSource(RemoteSource):
 def where_of(recipe: schema.Buffer) -> Where:
     """Where the ledger of a run without `buffer.url` stands."""
     return Where(ledger=recipe.ledger, payloads=recipe.payloads)
+
+
+def open_reader(run_dir: Path, recipe: schema.Buffer) -> LedgerReader:
+    """The ledger of a run that is over. Raises RunDirError where there is none, BadInput where a service keeps it."""
+    if recipe.url is not None:
+        raise BadInput(
+            f"the ledger of {run_dir} is kept by the buffer at {recipe.url}, in the folder {recipe.run} of its --dir: copy what is "
+            f"in there into {run_dir}, and take the key url out of [buffer] in its config.toml"
+        )
+    return LedgerReader(run_dir, recipe.run or DEFAULT_RUN, where_of(recipe))
 
 
 def _embedded(
@@ -115,9 +129,10 @@ def _remote(
     assert recipe.url is not None
     assert recipe.run is not None
     address, vocabulary = address_of(recipe, recipe.url, recipe.run), facts.settings.vocabulary
-    sink = RemoteSink(address, vocabulary, wait=False)
+    payloads = payloads_of(recipe)
+    sink = RemoteSink(address, vocabulary, wait=False, payloads=payloads)
     stack.callback(lambda: run(sink.close()))
-    source = InlineRemote(address, collect=lambda: collect(sink), vocabulary=vocabulary)
+    source = InlineRemote(address, collect=lambda: collect(sink), vocabulary=vocabulary, payloads=payloads)
     stack.callback(source.close)
     lost = _registered(source, run_dir, facts, resume)
     return OpenBuffer(source, "resample" if lost else "replay")

@@ -63,7 +63,7 @@ def _collect(resolved: Resolved, meeting: Meeting, loop: Coroutines, worker: str
         with RemoteSource(address) as source:
             _wait_for_run(source)
             _check_same(source.identity(), resolved.recipe, making, meeting)
-        sink = RemoteSink(address, making.vocabulary)
+        sink = RemoteSink(address, making.vocabulary, payloads=meeting.payloads())
         try:
             loop.run(_begin(sink, worker))
             loop.run(_collector(sink, making, resolved, worker).run())

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles.buffer.backend import LOCAL, Where, open_payloads
 from miles.buffer.ledger import DEFAULT_RUN
-from miles.buffer.serve import TOKEN_VARIABLE
+from miles.buffer.payloads import Payloads
+from miles.buffer.serve import TOKEN_VARIABLE, read_tokens
 from miles.buffer.transport import Address
 from miles.config import schema
 from miles.config.schema import Recipe
@@ -58,6 +60,15 @@ class Meeting:
     def address(self, environ: Mapping[str, str] = os.environ) -> Address:
         """With the token for it. Raises BadInput."""
         return address_of(self.section, self.url, self.run, environ)
+
+    def payloads(self) -> Payloads | None:
+        """The service's object store, where this role reaches it itself. Raises BadInput."""
+        return payloads_of(self.section)
+
+
+def payloads_of(section: schema.Buffer) -> Payloads | None:
+    """Where large groups go without passing through the service; None: they pass through it. Raises BadInput."""
+    return None if section.payloads == LOCAL else open_payloads(Path(), Where(payloads=section.payloads))
 
 
 def address_of(section: schema.Buffer, url: str, run: str, environ: Mapping[str, str] = os.environ) -> Address:

@@ -22,6 +22,7 @@ from miles.learn.learner import Learner
 from miles.learn.load import describe
 from miles.loop import train
 from miles.observe.rows import METRICS_FILE, read_rows, step_rows
+from miles.run.buffer import open_reader
 from miles.run.export import tokenizer_of
 from miles.run.local import device_of, load_trained
 from miles.run.place import mesh, world_size
@@ -43,7 +44,7 @@ def replay_command(run_dir: Path, to: Path | None) -> int:
         )
     if to is not None:
         check_target(to)
-    reader = LedgerReader(run_dir)
+    reader = open_reader(run_dir, recipe.buffer)
     try:
         identity = reader.identity()
         torch.set_num_threads(recipe.run.threads or 1)

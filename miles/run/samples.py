@@ -10,6 +10,8 @@ from typing import Any
 
 from miles.buffer.ledger import LedgerReader
 from miles.errors import BadInput
+from miles.run.buffer import open_reader
+from miles.run.rundir import stored_recipe
 from miles.types import FinishedGroup, Group, Sample
 
 Write = Callable[[list[dict[str, Any]]], None]
@@ -20,7 +22,7 @@ def export_samples(run_dir: Path, kind: str, to: Path | None) -> int:
     target = run_dir / f"finished.{kind}" if to is None else to
     if target.exists():
         raise BadInput(f"{target} exists already: move it away, or name another file with --to")
-    reader = LedgerReader(run_dir)
+    reader = open_reader(run_dir, stored_recipe(run_dir).buffer)
     count = 0
     try:
         with WRITERS[kind](target) as write:

@@ -14,6 +14,15 @@ from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.types import Group, Sample, Segment
 
+from .programs import Postgres, missing
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests a missing program has cost."""
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for message in sorted(missing):
+        terminalreporter.write_line(f"{sum(message in text for text in skipped)} tests were skipped: {message}")
+
 
 def build_group(
     ordinal: int, row: int, version: int = 0, rewards: tuple[float | None, ...] = (0.0, 1.0), length: int = 3
@@ -52,8 +61,29 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """One server for the session; each test takes databases of its own."""
+    server = Postgres()
+    yield server
+    server.remove()
+
+
 @pytest.fixture
-def open_ledger(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Ledger]]:
+def where(request: pytest.FixtureRequest) -> Callable[..., Where]:
+    """where(folder): what the ledger of a folder stands on, as `EVERY_STORE` says; the same for the same folder."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        return lambda folder, segment_bytes=1 << 20: Where(segment_bytes=segment_bytes)
+    server, databases = request.getfixturevalue("postgres"), {}
+
+    def of(folder: Path, segment_bytes: int = 0) -> Where:
+        return databases.setdefault(folder, Where(ledger=server.database()))
+
+    return of
+
+
+@pytest.fixture
+def open_ledger(tmp_path: Path, clock: Clock, where: Callable[..., Where]) -> Iterator[Callable[..., Ledger]]:
     """open_ledger(groups_per_step, num_rows=..., epochs=..., folder=..., resume=..., identity=..., and LedgerSettings' keys)."""
     opened: list[Ledger] = []
 
@@ -62,9 +92,9 @@ def open_ledger(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Ledger]]
         folder, resume = keys.pop("folder", tmp_path), keys.pop("resume", False)
         identity, seed = keys.pop("identity", {"config": "c"}), keys.pop("seed", 0)
         stream = PromptStream(rows, seed, keys.pop("shuffle", False), groups_per_step, epochs)
-        where = Where(segment_bytes=keys.pop("segment_bytes", 1 << 20))
+        place = where(folder, keys.pop("segment_bytes", 1 << 20))
         settings = LedgerSettings(groups_per_step, **keys)
-        ledger = Ledger(folder, settings, stream, identity, resume=resume, clock=clock, where=where)
+        ledger = Ledger(folder, settings, stream, identity, resume=resume, clock=clock, where=place)
         opened.append(ledger)
         return ledger
 

@@ -13,6 +13,9 @@ from miles.buffer.ledger import Ledger
 from miles.errors import ExperienceError, GroupRefused, LeaseLost
 from miles.types import Group, Lease
 
+from .stores import EVERY_STORE
+
+pytestmark = EVERY_STORE
 Open = Callable[..., Ledger]
 Fill = Callable[..., list[int]]
 Make = Callable[..., Group]

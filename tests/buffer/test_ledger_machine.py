@@ -20,18 +20,25 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from miles.buffer.backend import Where
 from miles.buffer.ledger import Ledger, restore
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
 from miles.errors import BufferClosed, GroupRefused, LeaseLost, NothingToTrain
 from miles.types import Group, Lease
 
+from .programs import Postgres
+
 MEMORY = Path("/dev/shm")
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    def __init__(self, make_group: Callable[..., Group], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, make_group: Callable[..., Group], clock: Callable[[], float], new_store: Callable[[], Where] = Where
+    ) -> None:
         super().__init__()
+        self.new_store = new_store
+        self.where = new_store()
         self.make_group = make_group
         self.clock = clock
         self.folder = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
@@ -58,7 +65,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.open(resume=False)
 
     def open(self, resume: bool) -> None:
-        self.ledger = Ledger(self.folder, self.settings, self.stream, {}, resume=resume, clock=self.clock)
+        self.ledger = Ledger(
+            self.folder, self.settings, self.stream, {}, resume=resume, clock=self.clock, where=self.where
+        )
 
     def group(self, lease: Lease, version: int) -> Group:
         return self.make_group(lease.ordinal, self.stream.at(lease.ordinal).row, version, length=1 + lease.ordinal % 3)
@@ -233,7 +242,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.close()
         shutil.rmtree(self.folder)
         self.folder.mkdir()
-        restore(self.folder, saved)
+        self.where = self.new_store()
+        restore(self.folder, saved, where=self.where)
         self.open(resume=True)
         self.ledger.rewind(self.version, "resample")
         self.manifests = {step: self.manifests[step] for step in range(self.version)}
@@ -277,3 +287,16 @@ def test_invariants(make_group: Callable[..., Group], clock: Callable[[], float]
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.slow
+def test_invariants_on_postgresql(
+    make_group: Callable[..., Group], clock: Callable[[], float], postgres: Postgres
+) -> None:
+    run_state_machine_as_test(
+        lambda: LedgerMachine(make_group, clock, lambda: Where(ledger=postgres.database())),
+        settings=settings(
+            max_examples=4, stateful_step_count=30, deadline=None, derandomize=True, database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip

@@ -11,6 +11,9 @@ from miles.buffer.ledger import Ledger
 from miles.errors import BufferClosed, ExperienceError, NothingToTrain
 from miles.types import Group
 
+from .stores import EVERY_STORE
+
+pytestmark = EVERY_STORE
 Open = Callable[..., Ledger]
 Fill = Callable[..., list[int]]
 Make = Callable[..., Group]

@@ -13,6 +13,9 @@ from miles.buffer.ledger import Ledger
 from miles.errors import DiskFull, GroupRefused, PoisonedData
 from miles.types import Group
 
+from .stores import EVERY_STORE
+
+pytestmark = EVERY_STORE
 Open = Callable[..., Ledger]
 Make = Callable[..., Group]
 
@@ -45,9 +48,9 @@ def test_who_holds_no_lease_cannot_poison_a_run(open_ledger: Open, make_group: M
     assert ledger.stats().refused == 0
 
 
-def test_above_five_percent_the_run_is_aborted_with_a_table(open_ledger: Open, make_group: Make) -> None:
-    ledger = open_ledger(400, num_rows=400)
-    leases = ledger.lease(400, "w", 60.0)
+def test_above_its_part_of_refused_groups_the_run_is_aborted_with_a_table(open_ledger: Open, make_group: Make) -> None:
+    ledger = open_ledger(40, max_refused=0.5)
+    leases = ledger.lease(40, "w", 60.0)
     for lease in leases[:20]:
         with pytest.raises(GroupRefused):
             ledger.put(lease, spoilt(make_group(lease.ordinal, lease.ordinal)))
@@ -63,15 +66,15 @@ def test_above_five_percent_the_run_is_aborted_with_a_table(open_ledger: Open, m
 
 
 def test_few_refused_groups_of_many_do_not_stop_a_run(open_ledger: Open, make_group: Make) -> None:
-    ledger = open_ledger(400, num_rows=400)
-    leases = ledger.lease(400, "w", 60.0)
+    ledger = open_ledger(40, max_refused=0.5)
+    leases = ledger.lease(40, "w", 60.0)
     for lease in leases[20:]:
         ledger.put(lease, make_group(lease.ordinal, lease.ordinal))
     for lease in leases[:20]:
         with pytest.raises(GroupRefused):
             ledger.put(lease, spoilt(make_group(lease.ordinal, lease.ordinal)))
         ledger.release(lease)
-    assert len(ledger.lease(400, "w", 60.0)) == 20  # 20 of 400 is 5 %, and not above it
+    assert len(ledger.lease(40, "w", 60.0)) == 20  # 20 of 40 is a half, and not above it
 
 
 def test_below_the_floor_of_the_disk_collecting_pauses_and_goes_on_by_itself(
