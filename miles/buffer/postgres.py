@@ -20,6 +20,8 @@ from miles.errors import BadInput, ExperienceError, LedgerUnreachable
 
 CONNECT_S = 10
 IDLE_S = 120
+ENDED = ("25P03", "57P01", "57P02", "57P03", "57P05")
+"""States of errors after which the server closes the connection, which may be noticed later than the error."""
 MAKING_TABLES = 0x4D694C65  # key of the lock under which tables are made
 NEVER_CHANGES = """
 CREATE FUNCTION never_changes() RETURNS trigger LANGUAGE plpgsql AS
@@ -157,9 +159,10 @@ class PostgresDatabase:
         try:
             yield
         except psycopg.Error as error:
-            if connection.closed:
-                raise self._unreachable(error) from error
-            raise
+            if not connection.closed and error.sqlstate not in ENDED:
+                raise
+            connection.close()
+            raise self._unreachable(error) from error
 
     def _unreachable(self, error: psycopg.Error) -> LedgerUnreachable:
         said = re.sub(r"\s+", " ", str(error))

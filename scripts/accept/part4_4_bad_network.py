@@ -30,7 +30,7 @@ def main() -> None:
             with registered(url, stream=stream, patience=120.0, **settings) as source:
                 crowd = Crowd(source.address, stream, build_group, CLIENTS)
                 crowd.start()
-                seen = learn(source)
+                seen = learn(source, crowd.check)
                 crowd.join()
         reader = LedgerReader(folder / "demo", "demo")
         stats, steps = reader.stats(), reader.verify()

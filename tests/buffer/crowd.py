@@ -37,6 +37,10 @@ class Crowd:
     def join(self) -> None:
         for thread in self._threads:
             thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what has ended a collector."""
         if self.errors:
             raise self.errors[0]
 
@@ -69,15 +73,19 @@ class Crowd:
 
 
 def learn(
-    source: RemoteSource, start: int = 0, after_step: Callable[[int], None] = lambda version: None
-) -> list[list[Group]]:
-    """Train to the end of the stream: the groups of each step from `start` on."""
+    source: RemoteSource, look: Callable[[], object], start: int = 0,
+    after_step: Callable[[int], None] = lambda version: None,
+) -> list[list[Group]]:  # fmt: skip
+    """Train to the end of the stream: the groups of each step from `start` on. `look` is called while it waits, and may raise."""
     seen: list[list[Group]] = []
     while True:
         try:
-            groups = source.take(start + len(seen))
+            groups = source.take_now(start + len(seen), wait=1.0)
         except BufferClosed:
             return seen
+        if groups is None:
+            look()
+            continue
         seen.append(groups)
         source.advance(start + len(seen))
         after_step(start + len(seen))

@@ -57,3 +57,17 @@ def test_who_freezes_with_the_lock_loses_it(postgres: Postgres) -> None:
     frozen.rollback()
     for database in (frozen, other):
         database.close()
+
+
+def test_a_session_that_the_server_ends_is_made_again(postgres: Postgres) -> None:
+    url = postgres.database()
+    ended, other = PostgresDatabase(url), PostgresDatabase(url)
+    for _ in range(20):  # the end of the connection may be seen with the error or after it
+        ended.begin("run")
+        pid = ended.query("SELECT pg_backend_pid()")[0][0]
+        other.query("SELECT pg_terminate_backend(?)", (pid,))
+        with pytest.raises(LedgerUnreachable):
+            ended.execute("SELECT 1")
+        ended.rollback()
+    for database in (ended, other):
+        database.close()

@@ -56,7 +56,7 @@ def test_a_network_that_loses_repeats_and_reorders(tmp_path: Path, make_group: M
     ):
         crowd = Crowd(source.address, stream(), make_group, clients=6)
         crowd.start()
-        seen = learn(source)
+        seen = learn(source, crowd.check)
         crowd.join()
     exactly_once(seen, tmp_path, 1)
     assert min(faults.lost, faults.repeated, faults.late) > 20  # the faults fired
@@ -78,7 +78,7 @@ def test_killed_again_and_again(tmp_path: Path, make_group: Make) -> None:
         with registered(service.url, stream=stream(), patience=60.0, max_staleness=2, max_attempts=50) as source:
             crowd = Crowd(source.address, stream(), make_group, clients=3, zombies=False)
             crowd.start()
-            seen = learn(source, after_step=kill)
+            seen = learn(source, crowd.check, after_step=kill)
             crowd.join()
         assert service.stop() == 143
     exactly_once(seen, tmp_path, 2)
@@ -97,7 +97,7 @@ def test_a_learner_that_starts_again_takes_the_same_groups(tmp_path: Path, make_
         with RemoteSource(first.address) as second:
             assert second.register(LedgerSettings(GROUPS, 1), stream(), {"config": "c"}, resume=True) is False
             second.rewind(3)
-            again = learn(second, start=3)
+            again = learn(second, crowd.check, start=3)
             crowd.join()
     assert again[:2] == seen[3:5]
     exactly_once(seen[:3] + again, tmp_path, 1)

@@ -48,14 +48,14 @@ def test_one_of_two_buffers_is_killed_and_the_server_restarted(
                     fault[version]()
                     done.append(version)
 
-            near = Address(f"{first.url},{second.url}", "demo", patience=60.0)
-            far = Address(f"{second.url},{first.url}", "demo", patience=60.0)
+            near = Address(f"{first.url},{second.url}", "demo", patience=300.0)
+            far = Address(f"{second.url},{first.url}", "demo", patience=300.0)
             with RemoteSource(near) as source:
                 source.register(LedgerSettings(GROUPS, 1, max_attempts=50), stream, {}, resume=False)
                 crowds = [Crowd(near, stream, make, 2, zombies=False), Crowd(far, stream, make, 2, zombies=False)]
                 for crowd in crowds:
                     crowd.start()
-                seen = learn(source, after_step=after_step)
+                seen = learn(source, lambda: [crowd.check() for crowd in crowds], after_step=after_step)
                 for crowd in crowds:
                     crowd.join()
             assert done == [3, 6]  # the faults fired
