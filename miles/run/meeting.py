@@ -13,7 +13,7 @@ from pathlib import Path
 from miles.buffer.backend import LOCAL, Where, open_payloads
 from miles.buffer.ledger import DEFAULT_RUN
 from miles.buffer.payloads import Payloads
-from miles.buffer.serve import TOKEN_VARIABLE, read_tokens
+from miles.buffer.serve import TOKEN_VARIABLE
 from miles.buffer.transport import Address
 from miles.config import schema
 from miles.config.schema import Recipe
