@@ -52,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--out", type=Path, default=HERE / "results.json")
+    parser.add_argument("--out", type=Path, default=HERE / "results.json", help="where to write the rows")
     parser.add_argument("--rank-of", nargs=2, metavar=("CASE", "RANKS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
