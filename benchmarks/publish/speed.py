@@ -36,6 +36,7 @@ from miles.learn.learner import Learner
 from miles.learn.load import load_model
 from miles.learn.locate import locate
 from miles.publish.canary import Tolerance
+from miles.publish.carriers import FileCarrier
 from miles.publish.files import WeightFiles
 from miles.publish.vllm import VllmPublisher
 from miles.run.recipes import inspect
@@ -182,7 +183,7 @@ def measure(learner: Learner, server: VllmServer, folder: Path, kind: str, publi
     (place,) = fleet.servers
     files = WeightFiles(folder, torch.float32, peft_config(learner.model, "actor") if kind == "adapter" else None)
     publisher = VllmPublisher(
-        fleet, files, lambda url: Timed(ServerRoutes(url), result.parts), tolerance=Tolerance.of("fp32")
+        fleet, FileCarrier(files), lambda url: Timed(ServerRoutes(url), result.parts), tolerance=Tolerance.of("fp32")
     )
     for number in range(publishes + 1):
         result.parts = result.parts if number > 1 else defaultdict(list)

@@ -24,6 +24,7 @@ from miles.learn.learner import Learner
 from miles.learn.load import load_model, load_tokenizer
 from miles.learn.locate import locate
 from miles.publish.canary import Difference, Tolerance
+from miles.publish.carriers import FileCarrier
 from miles.publish.files import WeightFiles
 from miles.publish.vllm import VllmPublisher
 from miles.run.agreement import sample_groups
@@ -115,7 +116,9 @@ def publisher_for(
     server: VllmServer, root: Path, dtype: str, connect: Any = ServerRoutes, **keys: Any
 ) -> VllmPublisher:
     fleet = Fleet([Server("vllm-0", server.url, 16)])
-    return VllmPublisher(fleet, WeightFiles(root, DTYPES[dtype]), connect, tolerance=Tolerance.of(dtype), **keys)
+    return VllmPublisher(
+        fleet, FileCarrier(WeightFiles(root, DTYPES[dtype])), connect, tolerance=Tolerance.of(dtype), **keys
+    )
 
 
 def compared_ids(inputs: Inputs) -> tuple[int, ...]:
