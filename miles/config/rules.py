@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from math import isqrt
@@ -135,6 +136,7 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
         yield 'lora.targets is empty, so that nothing would be trained: name layers, or leave it out for ["all-linear"].'
     if lora.path is not None and lora.rank is None:
         yield f"lora.path = {lora.path} needs lora.rank, the rank of that adapter: set it, or leave lora.path out."
+    yield from _few_bits(recipe)
     if recipe.reward.model_place == "learner":
         if recipe.reward.model is None:
             yield 'reward.model_place = "learner" needs reward.model: name the reward model, or leave reward.model_place out.'
@@ -143,6 +145,23 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
                 'reward.model_place = "learner" puts the reward model on the frozen base of adapters, and lora.rank is not set: set '
                 "lora.rank, or leave reward.model_place out, so that it scores with weights of its own."
             )
+
+
+def _few_bits(recipe: Recipe) -> Iterator[str]:
+    bits = recipe.lora.base_bits
+    if bits is None:
+        return
+    if recipe.lora.rank is None:
+        yield f"lora.base_bits = {bits} stores the frozen base of adapters, and lora.rank is not set: set it, or leave lora.base_bits out."
+    if recipe.engine.kind == "vllm":
+        yield (
+            f'lora.base_bits = {bits} with engine.kind = "vllm": servers hold the base as it is, so they would sample from another '
+            'policy than the one that is trained: use engine.kind = "inprocess", or leave lora.base_bits out.'
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        yield (
+            f"lora.base_bits = {bits} needs the package bitsandbytes: pip install 'miles-rl[quantized]', or leave lora.base_bits out."
+        )
 
 
 def _ranks(recipe: Recipe) -> Iterator[str]:

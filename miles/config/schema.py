@@ -286,6 +286,8 @@ class Lora(Section):
     """Linear layers with an adapter, by the last part of their names such as `q_proj`; `all-linear`: every one of the blocks."""
     critic: Literal["adapter", "full"] = "adapter"
     """The critic: an adapter and a value head on the same base, or full weights of its own."""
+    base_bits: Literal[8, 4] | None = None
+    """Store the frozen layers under the adapters in 8 or 4 bits (NF4), as QLoRA does (extra `quantized`). None: in the type that they compute in."""
     path: str | None = None
     """Folder of an adapter (peft's format) of this rank, alpha and base, from which training goes on; the reference is that adapter, frozen. None: a new adapter, which changes nothing yet."""
 

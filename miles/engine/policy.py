@@ -16,6 +16,7 @@ from miles.engine.attention import DecodePlan, PrefillPlan
 from miles.engine.kvcache import PromptStore
 from miles.engine.linear import STEP, Tiles, fewest_rows, tiled_linear
 from miles.kernels.products import Linear
+from miles.kernels.quantized import QuantizedLinear
 
 
 class LivePolicy:
@@ -96,7 +97,9 @@ class LivePolicy:
 
 def plain_linears(model: Any) -> list[nn.Linear]:
     """The linear layers whose forward is torch's own or ours; one that someone has wrapped is left alone."""
-    return [m for m in model.modules() if type(m) in (nn.Linear, Linear) and "forward" not in m.__dict__]
+    return [
+        m for m in model.modules() if type(m) in (nn.Linear, Linear, QuantizedLinear) and "forward" not in m.__dict__
+    ]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.errors import ConfigError
+from miles.kernels.quantized import BLOCK, QuantizedLinear
 from miles.learn.blocks import blocks_of
 from miles.learn.critic import weights_of
 from miles.learn.optim import matching
@@ -114,6 +115,17 @@ def target_paths(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     return [path for path in linear if any(target == ALL or _names(target, path) for target in targets)]
 
 
+def quantize_base(model: nn.Module, bits: int) -> None:
+    """Stores the base of each layer with adapters in 8 or 4 bits. Raises ConfigError for a layer whose width does not divide."""
+    for path, layer in layers_of(model).items():
+        if layer.base.in_features % BLOCK:
+            raise ConfigError(
+                f"lora.base_bits = {bits}: {path} has {layer.base.in_features} inputs, which is no multiple of {BLOCK}: leave it out "
+                "of lora.targets, or lora.base_bits."
+            )
+        layer.base = QuantizedLinear(layer.base, bits)
+
+
 def start(model: nn.Module, name: str, seed: int) -> None:
     """A uniform in +-1 / sqrt(inputs), drawn from (seed, name, path of the layer), so the same on every rank; B 0."""
     for path, layer in layers_of(model).items():
@@ -171,7 +183,11 @@ def _merged(layers: Mapping[str, LoRALinear], weights: Mapping[str, Tensor], nam
             yield key, whole(tensor)
         elif kind == "weight":
             yield f"{path}.weight", layers[path].scale * delta(layers[path], name) + whole(tensor).float()
-        else:
+        elif kind == "codes":
+            base = layers[path].base
+            weight = base.weight_of(whole(tensor), whole(weights[f"{path}{BASE}scales"]))
+            yield f"{path}.weight", layers[path].scale * delta(layers[path], name) + weight.float()
+        elif kind != "scales":
             yield f"{path}.{kind}", whole(tensor)
 
 

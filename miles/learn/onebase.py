@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from miles.learn.adapters import adapter_parameters, attach, copy_adapter, load_parameters, name_in_base, start
+from miles.learn.adapters import (
+    adapter_parameters,
+    attach,
+    copy_adapter,
+    load_parameters,
+    name_in_base,
+    quantize_base,
+    start,
+)
 from miles.learn.critic import Critic, frozen_copy, load_weights, token_values, value_head, weights_of, zero
 from miles.learn.forward import Compute, policy_logprobs
 from miles.learn.parallel import parallelize
@@ -90,6 +98,8 @@ class AdapterRoles:
         self._stored_type = replace(compute, dtype=torch.float32)
         self._seed = recipe.run.seed
         self._switch = attach(model, self._adapters, recipe.lora, self._seed)
+        if recipe.lora.base_bits is not None:
+            quantize_base(model, recipe.lora.base_bits)
         heads = {role: value_head(model) for role in with_heads}
         if objective.row.scorer:
             heads["actor"] = scorer_head(model).requires_grad_(True)

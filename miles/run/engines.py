@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from miles.config.schema import Recipe
 from miles.engine.inprocess import InProcessEngine
+from miles.errors import ConfigError
 from miles.learn.adapters import peft_config
 from miles.learn.learner import Learner
 from miles.protocols import Engine, Publisher
@@ -70,7 +71,15 @@ def open_rollouts(
 
 
 def _to_copies(learner: Learner, folder: Path, own: InProcessPublisher) -> Publisher:
-    """Publishes to a folder, the learner's version at once; on several ranks rank 0 writes what all of them put together."""
+    """Publishes to a folder, the learner's version at once; on several ranks rank 0 writes what all of them put together.
+
+    Raises ConfigError where the copies would be of another base.
+    """
+    if (bits := learner.recipe.lora.base_bits) is not None:
+        raise ConfigError(
+            f"lora.base_bits = {bits}: collectors of their own keep the base as it is, so they would sample from another policy than "
+            "the one that is trained: collect in the learner's process (miles train), or leave lora.base_bits out"
+        )
     if learner.ranks.rank > 0:
         publisher: Publisher = FollowingPublisher(own)
     else:

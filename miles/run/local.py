@@ -106,7 +106,8 @@ class LocalLauncher:
 
     def _model(self) -> tuple[PreTrainedModel, Mapping[str, Stored] | None]:
         """The model; on several ranks without memory, and where its weights stand, wherever they can be read in parts."""
-        if self.crew.size > 1 and in_parts(self.recipe.model) and not self.row.scorer:
+        whole = self.row.scorer or self.recipe.lora.base_bits is not None
+        if self.crew.size > 1 and in_parts(self.recipe.model) and not whole:
             return open_model(self.recipe.model)
         return load_trained(self.recipe, self.row, self.device), None
 

@@ -73,6 +73,16 @@ def test_a_plain_recipe_has_no_problem_and_no_warning() -> None:
             "Neither algorithm.steps nor data.epochs is set: set one of them, it says when training ends.",
         ),
         (
+            {"lora__base_bits": 4, "lora__rank": 4, "engine__kind": "vllm"},
+            'lora.base_bits = 4 with engine.kind = "vllm": servers hold the base as it is, so they would sample from another '
+            'policy than the one that is trained: use engine.kind = "inprocess", or leave lora.base_bits out.',
+        ),
+        (
+            {"lora__base_bits": 8},
+            "lora.base_bits = 8 stores the frozen base of adapters, and lora.rank is not set: set it, or leave lora.base_bits "
+            "out.",
+        ),
+        (
             {"data__epochs": 2},
             "algorithm.steps = 4 and data.epochs = 2 both say when training ends: leave one of them out "
             '(or set it to "none").',

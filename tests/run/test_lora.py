@@ -80,6 +80,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(trained, tools, tmp_path):
         assert (runs["run"] / "final" / name).read_bytes() == (trained["run"] / "final" / name).read_bytes()
 
 
+def test_a_base_in_few_bits_is_sampled_from_as_it_is_trained_and_resumes_to_the_bit(runs, tools):
+    pytest.importorskip("bitsandbytes", reason="the extra `quantized` is not installed")
+    settings = {**SETTINGS, "lora__base_bits": 4, "algorithm__steps": 2, "run__checkpoint_every": 1}
+    ended = runs.train(**settings)
+    assert ended.code == 0, ended.err
+    assert all(row["kl/behavior"] < 1e-8 for row in tools.rows(runs["run"]))
+    assert runs.train("parts", **{**settings, "algorithm__steps": 1}).code == 0
+    assert runs.train("parts", resume=True, **settings).code == 0
+    tools.same_run(runs["parts"], runs["run"])
+    held = load_file(runs["run"] / "checkpoints" / "step_000002" / "adapter.safetensors")
+    assert not any("codes" in name for name in held)
+
+
 def test_another_rank_is_another_run(trained):
     ended = trained.train(**{**PPO, "lora__rank": 8}, resume=True)
     assert ended.code == 2
