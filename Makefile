@@ -19,7 +19,7 @@ QUICKSTART := runs/quickstart
 TRL := benchmarks/vs_trl
 COVERED := algo buffer config learn engine rollout
 
-.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine bench-learner bench-buffer bench-plan bench-publish gpu-check accept clean
+.PHONY: help setup setup-dev setup-vllm demo test check fast docs bench bench-trl bench-engine bench-learner bench-buffer bench-plan bench-publish bench-rollout gpu-check accept clean
 
 help:
 	@echo "make demo          train a real model on this machine's CPU, in minutes (writes $(QUICKSTART))"
@@ -27,7 +27,7 @@ help:
 	@echo "make fast          the tests that take seconds"
 	@echo "make check         linters, layers and types alone"
 	@echo "make docs          write docs/recipe.md anew from the schema"
-	@echo "make bench         every benchmark (bench-trl, bench-engine, bench-learner, bench-buffer, bench-plan, bench-publish: one)"
+	@echo "make bench         every benchmark (bench-trl, bench-engine, bench-learner, bench-buffer, bench-plan, bench-publish, bench-rollout: one)"
 	@echo "make gpu-check     the learner on one GPU beside the CPU: numbers, speed, memory (writes gpu_check.json)"
 	@echo "make accept        one script for each promised line (accept-1: those of part 1)"
 	@echo "make setup         the virtual environment alone"
@@ -97,7 +97,7 @@ docs: setup
 
 # --- measurements and promises: not part of the tests ---------------------------------------------------------------
 
-bench: bench-engine bench-learner bench-buffer bench-plan bench-publish bench-trl
+bench: bench-engine bench-learner bench-buffer bench-plan bench-publish bench-rollout bench-trl
 
 # TRL gets virtual environments of its own: one for its newest release, one for the last that has PPOTrainer.
 $(TRL)/.venv-%/.installed: $(TRL)/requirements-%.txt
@@ -119,6 +119,10 @@ bench-learner: setup
 
 bench-plan: setup
 	$(RUN)/python benchmarks/plan/compare.py
+
+bench-rollout: setup setup-vllm
+	$(RUN)/python benchmarks/rollout/client.py
+	$(RUN)/python benchmarks/rollout/first_step.py
 
 bench-engine: setup
 	$(RUN)/python benchmarks/engine/compare.py smollm2-135m-instruct-q4

@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, Command] = {
     "serve": lambda o, overrides: commands.serve(
         o.recipes, overrides, {key: getattr(o, key) for key in SERVICE_OPTIONS}
     ),
+    "bench": lambda o, overrides: commands.bench(o.recipes, overrides, {"points": o.points, "to": o.to}),
     "watch": lambda o, _: commands.watch(o.run),
     "report": lambda o, _: commands.report(o.run),
     "export": lambda o, _: commands.export(o.run, o.to, o.merge),
@@ -216,6 +217,18 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     _add_recipes(serve)
     _add_service(serve, "127.0.0.1:7080")
+
+    bench = command(
+        "bench",
+        "measure from which size of a step on vLLM is faster than sampling in process, for engine.kind = auto",
+        f"Without a recipe the quickstart's model is taken. {OVERRIDES}",
+    )
+    bench.add_argument("what", choices=["engine"], metavar="engine", help="what is measured")
+    _add_recipes(bench, nargs="*")
+    bench.add_argument(
+        "--points", default="8x16,64x16,64x64", metavar="SAMPLESxTOKENS,...", help="default: 8x16,64x16,64x64"
+    )
+    bench.add_argument("--to", type=Path, metavar="FILE", help="default: the user's cache, where auto looks")
 
     watch = command("watch", "live view of a run in the terminal, also of a finished or dead one")
     _add_run(watch)

@@ -65,6 +65,12 @@ def serve(recipes: Sequence[Path], overrides: Mapping[str, Any], options: dict[s
     return serve_command(recipes, overrides, Options(**options))
 
 
+def bench(recipes: Sequence[Path], overrides: Mapping[str, Any], options: dict[str, Any]) -> int:
+    from miles.run.bench import Options, bench_command
+
+    return bench_command(recipes, overrides, Options(**options))
+
+
 def watch(run_dir: Path) -> int:
     from miles.observe.watch import watch as watch_run
 

@@ -70,6 +70,23 @@ def test_an_interpreter_without_vllm_is_told_how_to_get_it(tmp_path: Path) -> No
     assert find_python("~/x") == str(Path("~/x").expanduser())
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ('[["0.17.0"], ["miles"]]', r"has vLLM 0.17.0; Miles knows the routes of 0.32 and 0.33: run `make setup-vllm`"),
+        ('[["0.32.0"], []]', r"has vLLM 0.32.0, but not Miles beside it"),
+        ("[[], []]", r"vLLM is not installed for"),
+        ("nothing", r"is no Python that runs"),
+    ],
+)
+def test_an_environment_that_cannot_serve_is_told_why(answer: str, message: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{answer}'\n", encoding="utf-8")
+    python.chmod(0o700)
+    with pytest.raises(ConfigError, match=message):
+        check_installed(str(python))
+
+
 def stand_in(tmp_path: Path, script: str) -> VllmServer:
     """A server whose interpreter is a script that ignores its arguments."""
     python = tmp_path / "python"
