@@ -121,6 +121,7 @@ class Learner(Protocol):
     """What the loop asks of the learner; `learn/learner.py` is the one implementation."""
 
     version: int
+    judged: Sequence[Group]  # of the step that was scored last, where a reward model of the learner's own gave scores
 
     def pack(self, groups: Sequence[Group]) -> Any:
         """The step's batches."""

@@ -56,6 +56,8 @@ def read_headers(
     if "reward.functions" not in given:
         for function in recipe.reward.functions:
             headers.problems += reference_problems("reward.functions", function, known_rewards)
+    if recipe.run.parts is not None:
+        headers.problems += reference_problems("run.parts", recipe.run.parts, ())
     if recipe.rollout.environment is not None:
         headers.problems += reference_problems("rollout.environment", recipe.rollout.environment, ())
     return headers

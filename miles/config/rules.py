@@ -284,7 +284,17 @@ def _buffer(recipe: Recipe) -> Iterator[str]:
 
 
 def _processes(recipe: Recipe) -> Iterator[str]:
+    if recipe.run.parts is not None and (recipe.eval.rows or recipe.parallel.shard * recipe.parallel.replicate > 1):
+        yield (
+            f"run.parts = {recipe.run.parts} has a learner of one's own, which Miles neither evaluates nor spreads over ranks: set "
+            "eval.rows to 0, and leave parallel.shard and parallel.replicate at 1."
+        )
     if recipe.run.launcher == "local":
+        if recipe.run.parts is not None and recipe.buffer.url is None:
+            yield (
+                f"run.parts = {recipe.run.parts} needs collectors and learner to be processes of their own: set run.launcher to "
+                '"processes", or start each role by hand (buffer.url, miles learn, miles collect).'
+            )
         return
     if recipe.buffer.url is not None:
         yield (

@@ -317,6 +317,8 @@ class Publish(Section):
 class Run(Section):
     launcher: Literal["local", "processes"] = "local"
     """Who starts the roles: `local` runs all of them in this process, `processes` starts buffer, collectors and learner as processes of this machine."""
+    parts: str | None = None
+    """`path/to/file.py:NAME` of an engine and a learner of one's own (`miles/run/own.py`), with `run.launcher` = processes or by hand. None: Miles's."""
     collectors: PositiveInt = 1
     """Collectors beside the learner, where they are processes of their own; the step's prompts are shared between them."""
     seed: Annotated[int, Field(ge=0, le=10**18)] = 0

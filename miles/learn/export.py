@@ -185,10 +185,7 @@ def _publish(
 
 def read_marker(directory: Path) -> dict[str, Any] | None:
     """The `facts` that an export was given; None when the folder is not an export of Miles."""
-    try:
-        return folders.read_seal(Path(directory), MARKER)["facts"]
-    except folders.Damaged:
-        return None
+    return folders.read_facts(Path(directory), MARKER)
 
 
 def check_target(directory: Path) -> None:

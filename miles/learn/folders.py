@@ -133,6 +133,14 @@ def read_seal(folder: Path, manifest: str) -> dict[str, Any]:
     return content
 
 
+def read_facts(folder: Path, manifest: str) -> dict[str, Any] | None:
+    """The `facts` that a folder was sealed with; None where it is not sealed, or damaged."""
+    try:
+        return read_seal(folder, manifest)["facts"]
+    except Damaged:
+        return None
+
+
 def verify(folder: Path, manifest: str, hashes: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
     """Compare all files with the manifest and return it; Damaged names the first fault.
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miles.buffer.client import RemoteSink, RemoteSource
 from miles.buffer.stream import PromptStream
@@ -22,11 +22,9 @@ from miles.run.coroutines import Coroutines
 from miles.run.interrupts import Interrupted, Interrupts
 from miles.run.logs import logs_to
 from miles.run.meeting import Meeting
+from miles.run.own import Making, own_groups
 from miles.run.recipes import Resolved, inspect
 from miles.run.rundir import DATA, RECIPE, fixed_hash
-
-if TYPE_CHECKING:
-    from miles.run.making import Making
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +53,7 @@ def collect_command(recipes: Sequence[Path], overrides: Mapping[str, Any], worke
 
 
 def _collect(resolved: Resolved, meeting: Meeting, loop: Coroutines, worker: str) -> None:
-    from miles.run.making import make_groups
-
-    making = make_groups(resolved, meeting)
+    making = _making(resolved, meeting)
     while True:
         address = meeting.address()
         with RemoteSource(address) as source:
@@ -79,6 +75,15 @@ def _collect(resolved: Resolved, meeting: Meeting, loop: Coroutines, worker: str
 async def _begin(sink: RemoteSink, worker: str) -> None:
     if released := await sink.begin(worker):
         log.info("%d prompts that an earlier %s held are given back", released, worker)
+
+
+def _making(resolved: Resolved, meeting: Meeting) -> Making:
+    """Of Miles's engines, which load torch, or of one's own."""
+    if resolved.recipe.run.parts is not None:
+        return own_groups(resolved)
+    from miles.run.making import make_groups
+
+    return make_groups(resolved, meeting)
 
 
 def _wait_for_run(source: RemoteSource) -> None:

@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from miles.algo import AlgorithmRow
 from miles.buffer.manifests import AT_DROP_LIMIT, AT_STREAM_END
+from miles.config.adapters import MARKER
 from miles.config.schema import Recipe
-from miles.learn import checkpoint
-from miles.learn.export import read_marker
-from miles.learn.learner import Learner
-from miles.learn.writer import Writer
+from miles.learn import folders
+from miles.learn.stepfolders import number
 from miles.observe.live import LiveView
 from miles.observe.metrics import group_metrics, ready_fraction, recorded_metrics, throughput_metrics
 from miles.observe.recorder import Recorder
 from miles.observe.rows import METRICS_FILE, eval_rows, read_rows
-from miles.protocols import ExperienceSource
+from miles.protocols import ExperienceSource, Learner
 from miles.rollout.evaluate import Evaluation
 from miles.run.interrupts import Interrupts
 from miles.run.judged import judged_rows
@@ -35,6 +35,14 @@ SHORT = {
     AT_DROP_LIMIT: "as many as rollout.max_dropped were dropped before it was full",
     AT_STREAM_END: "the data has ended (data.epochs)",
 }
+
+
+class Writer(Protocol):
+    """Of checkpoints, of which one may be under way beside training; both return the oldest one that is kept."""
+
+    def wait(self) -> Path | None: ...
+
+    def finished(self) -> Path | None: ...
 
 
 @dataclass
@@ -53,6 +61,7 @@ class RunKeeper:
     view: LiveView
     interrupts: Interrupts
     writer: Writer
+    writes_beside: bool = False  # checkpoints of the run's steps are written while training goes on
     saved_version: int = -1  # newest checkpoint on disk
     tell_end: Callable[[], None] = lambda: None  # the run has ended well, and nothing more will be collected
     _step_started: float = field(default_factory=time.perf_counter)
@@ -93,7 +102,7 @@ class RunKeeper:
     def _finished(self, step: int) -> Sequence[FinishedGroup]:
         """What finished for a step, with the rewards that were trained on where the learner's reward model gave a part of them."""
         finished = self.buffer.finished(step)
-        return judged_rows(finished, self.learner.judged) if self.learner.judges else finished
+        return judged_rows(finished, self.learner.judged) if self.learner.judged else finished
 
     def _group_metrics(self, finished: Sequence[FinishedGroup]) -> dict[str, float]:
         if self.row.recorded:
@@ -107,7 +116,7 @@ class RunKeeper:
         every = self.recipe.run.checkpoint_every
         due = every is not None and self.learner.version % every == 0
         if self.interrupts.take_wish() or due:
-            self.save_checkpoint(beside=self._writes_beside())
+            self.save_checkpoint(beside=self.writes_beside)
 
     def end(self) -> None:
         self._evaluate()
@@ -141,13 +150,7 @@ class RunKeeper:
 
     def _commit(self, oldest: Path | None) -> None:
         if oldest is not None:
-            self.buffer.commit(checkpoint.version_of(oldest), oldest)
-
-    def _writes_beside(self) -> bool:
-        """Where all weights live in the memory that a copy of them would take, the copy costs more than the wait."""
-        choice = self.recipe.run.checkpoint_async
-        small = self.learner.device.type != "cpu" or self.recipe.lora.rank is not None
-        return small if choice == "auto" else choice == "on"
+            self.buffer.commit(number(oldest), oldest)
 
     def _evaluation_due(self) -> bool:
         every = self.recipe.eval.every
@@ -167,7 +170,7 @@ class RunKeeper:
             self._keep_best()
 
     def _keep_best(self) -> None:
-        best = read_marker(self.run_dir / BEST) or {}
+        best = folders.read_facts(self.run_dir / BEST, MARKER) or {}
         if self.recipe.run.keep_best and self._is_best() and best.get("version") != self.learner.version:
             self._export(BEST)
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from miles.algo import AlgorithmRow
 from miles.algo.rehearsal import rehearse
-from miles.buffer.settings import LedgerSettings
 from miles.buffer.snapshot import SNAPSHOT_NAME
 from miles.config.schema import Recipe
 from miles.errors import (
@@ -44,7 +43,7 @@ from miles.observe.sinks import open_sinks
 from miles.protocols import ExperienceSink, Publisher
 from miles.rollout.evaluate import Evaluation, evaluation_metrics
 from miles.rollout.recorded import Recorded
-from miles.run.buffer import OpenBuffer, RunFacts, join_buffer, open_buffer
+from miles.run.buffer import open_buffer
 from miles.run.collecting import Collecting
 from miles.run.coroutines import Coroutines
 from miles.run.crew import Crew, Duty
@@ -52,13 +51,14 @@ from miles.run.duties import collect_round, collect_share, evaluate_share, expor
 from miles.run.engines import open_rollouts
 from miles.run.interrupts import Interrupted, Interrupts
 from miles.run.join import check_alike, packages
+from miles.run.joining import OpenBuffer, RunFacts, join_buffer, ledger_settings
 from miles.run.keeper import BEST, FINAL, RunKeeper
 from miles.run.led import LedKeeper, LedSource
 from miles.run.logs import logs_to, said
 from miles.run.meeting import Meeting
 from miles.run.place import Place
 from miles.run.prepare import Inputs
-from miles.run.resume import CHECKPOINTS, check_resumable, lost_rows, restore
+from miles.run.resume import CHECKPOINTS, check_resumable, lost_rows, newest_snapshot, restore
 from miles.run.rundir import DATA, RECIPE, begin_run_dir, check_run_dir, fixed_hash, write_config
 from miles.types import Group
 
@@ -200,9 +200,14 @@ class LocalLauncher:
             else:
                 collecting.collect(sink)
 
-        facts = RunFacts(self._settings(model), collecting.stream, identity)
+        size, vocabulary = (
+            self.row.samples_in_group(self.recipe.rollout.group_size),
+            model.config.get_text_config().vocab_size,
+        )
+        facts = RunFacts(ledger_settings(self.recipe, size, vocabulary), collecting.stream, identity)
         if self.meeting is not None:
-            return join_buffer(self.meeting, self.run_dir, facts, interrupts.check, resume=self.resume)
+            snapshot = newest_snapshot(self.run_dir) if self.resume else None
+            return join_buffer(self.meeting, facts, interrupts.check, snapshot, resume=self.resume)
         return open_buffer(self.recipe.buffer, self.run_dir, facts, collecting.run, collect, resume=self.resume)
 
     @property
@@ -239,6 +244,7 @@ class LocalLauncher:
                 self.view,
                 interrupts,
                 writer,
+                _writes_beside(recipe, learner),
                 saved,
                 buffer.end,
             )
@@ -271,16 +277,6 @@ class LocalLauncher:
         if steps is not None and steps < version:
             log.warning("algorithm.steps = %d, but the run stands at step %d: nothing is trained", steps, version)
 
-    def _settings(self, model: PreTrainedModel) -> LedgerSettings:
-        recipe = self.recipe
-        return LedgerSettings(
-            groups_per_step=recipe.algorithm.groups_per_step, max_staleness=recipe.buffer.max_staleness,
-            max_attempts=recipe.buffer.max_attempts, max_dropped=recipe.rollout.max_dropped, keep=recipe.buffer.keep,
-            max_refused=recipe.buffer.max_refused, min_free_bytes=recipe.buffer.min_free_mb << 20,
-            group_size=self.row.samples_in_group(recipe.rollout.group_size),
-            vocabulary=model.config.get_text_config().vocab_size,
-        )  # fmt: skip
-
     def _identity(self, start: Mapping[str, Any]) -> dict[str, Any]:
         scorer = self.inputs.reward_model
         return {
@@ -303,6 +299,13 @@ class LocalLauncher:
         rows = read_rows(self.run_dir / METRICS_FILE).rows if self.resume else []
         self.view.start(facts, recipe.algorithm.steps, version, rows)
         self.view.preview(self.inputs.preview())
+
+
+def _writes_beside(recipe: Recipe, learner: Learner) -> bool:
+    """Where all weights live in the memory that a copy of them would take, the copy costs more than the wait."""
+    choice = recipe.run.checkpoint_async
+    small = learner.device.type != "cpu" or recipe.lora.rank is not None
+    return small if choice == "auto" else choice == "on"
 
 
 def load_trained(recipe: Recipe, row: AlgorithmRow, device: torch.device) -> PreTrainedModel:

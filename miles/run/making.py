@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
 from miles.errors import ConfigError
 from miles.rollout.episode import Episodes
 from miles.run.copies import follow
 from miles.run.local import device_of
 from miles.run.meeting import Meeting
+from miles.run.own import Making
 from miles.run.prepare import prepare
 from miles.run.recipes import Resolved
-
-
-@dataclass(frozen=True)
-class Making:
-    """The rows, and what makes the group of each."""
-
-    rows: Sequence[Mapping[str, Any]]
-    data_hash: str
-    groups: Episodes
-    vocabulary: int  # token ids are below it
 
 
 def make_groups(resolved: Resolved, meeting: Meeting) -> Making:

@@ -47,7 +47,7 @@ class Meeting:
                 "buffer.url is not set: a role that stands alone meets the others at a buffer service. Start one with `miles "
                 "buffer`, which prints its address; `miles train` starts everything itself"
             )
-        if weights is None and recipe.engine.kind == "inprocess":
+        if weights is None and recipe.engine.kind == "inprocess" and recipe.run.parts is None:
             problems.append(
                 'publish.directory is not set: collectors with engine.kind = "inprocess" keep a copy of the weights, and the '
                 "learner writes each new version into that folder, which all of them must reach"

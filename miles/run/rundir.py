@@ -26,7 +26,7 @@ FREE_KEYS = (
     "algorithm.steps", "learner.tokens_per_microbatch", "buffer.url", "buffer.token_file", "buffer.ca_file",
     "buffer.min_free_mb", "publish.directory", "engine.url", "engine.token_file", "engine.ca_file",
 )  # fmt: skip
-FIXED_KEYS = ("run.seed",)  # everything random follows from it
+FIXED_KEYS = ("run.seed", "run.parts")  # everything random follows from it
 FROM_PYTHON = ("data.source", "reward.functions")  # a run started from Python may have objects in their place
 
 

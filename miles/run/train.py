@@ -96,6 +96,10 @@ def start_run(
         from miles.run.launch import train_in_processes
 
         return TrainedRun(target, train_in_processes(recipe, target, resume, view.message))
+    if meeting is not None and recipe.run.parts is not None:
+        from miles.run.ownlearn import learn_own
+
+        return TrainedRun(target, learn_own(resolved, target, resume, view, meeting))
     if place is None and world_size(recipe) > 1:
         _check_sendable(recipe, rows, reward)
         from miles.run.together import train_on_ranks

@@ -24,9 +24,9 @@ class Run:
         self.folder = run_dir
         command = [*MILES, "train", str(recipe), "--run", str(run_dir), *map(str, options)]
         print("$ " + " ".join(["python", *command[1:]]), flush=True)
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )  # fmt: skip
+        self._said = run_dir.with_name(f"{run_dir.name}.out")
+        with self._said.open("wb") as out:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
 
     def wait_for_step(self, step: int) -> bool:
         """False where the run has ended before."""
@@ -38,8 +38,8 @@ class Run:
 
     def end(self, timeout: float = 900) -> tuple[int, str]:
         """The exit code, and what was said."""
-        _, said = self.process.communicate(timeout=timeout)
-        return self.process.returncode, said
+        code = self.process.wait(timeout)
+        return code, self._said.read_text()
 
     def roles(self) -> dict[str, int]:
         """Process ids by role: buffer, learn, and collectors by their names."""
