@@ -59,6 +59,16 @@ def test_a_plain_recipe_has_no_problem_and_no_warning() -> None:
             "buffer.url out, or start each role by hand (miles learn, miles collect).",
         ),
         (
+            {"run__parts": "own.py:Parts", "eval__rows": 0},
+            "run.parts = own.py:Parts needs collectors and learner to be processes of their own: set run.launcher to "
+            '"processes", or start each role by hand (buffer.url, miles learn, miles collect).',
+        ),
+        (
+            {"run__parts": "own.py:Parts", "run__launcher": "processes"},
+            "run.parts = own.py:Parts has a learner of one's own, which Miles neither evaluates nor spreads over ranks: set "
+            "eval.rows to 0, and leave parallel.shard and parallel.replicate at 1.",
+        ),
+        (
             {"run__launcher": "processes", "engine__kind": "vllm"},
             'engine.kind = "vllm" cannot be collected with by run.launcher = "processes" yet: leave run.launcher at "local", '
             'whose collector asks the servers while the learner waits, or set engine.kind = "inprocess".',
