@@ -130,14 +130,14 @@ class Gang:
         self._context.set_forkserver_preload(["torch.distributed.tensor", "miles.learn.learner", "miles.learn.writer"])
         self._calls = 0
 
-    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 120) -> list[Any]:
         """What each rank returned, in the order of ranks; arguments and results are JSON."""
         self._calls += 1
         place = self._folder / f"gang-{self._calls}"
         place.mkdir()
         processes = [self._start(place, size, rank, function, arguments) for rank in range(size)]
         for process in processes:
-            process.join(120)
+            process.join(limit_s)
             process.kill()
         assert [process.exitcode for process in processes] == [0] * size
         return [json.loads((place / f"result-{rank}").read_text(encoding="utf-8")) for rank in range(size)]
