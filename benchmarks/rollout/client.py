@@ -41,7 +41,8 @@ SETTINGS = {"data.source": "task:addition", "algorithm.steps": 1, "engine.kind":
 def port_before(servers: Servers) -> Iterator[str]:
     """The address of a port before the servers, in a thread of this process."""
     facts = ServiceFacts([], str(servers.root), "")
-    port = Port({one.name: one.url for one in servers.found}, Doorkeeper([TOKEN], ""), servers.root, lambda run: facts)
+    sockets = {one.name: one.url for one in servers.found}
+    port = Port(sockets, Doorkeeper([TOKEN], ""), servers.root, lambda run: facts, lambda run, offer: servers.root)
     with listening("127.0.0.1", 0) as listener:
         server = make_server(port.app(), None, None)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
