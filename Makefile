@@ -111,6 +111,7 @@ bench-trl: setup-dev $(TRL)/.venv-grpo/.installed $(TRL)/.venv-ppo/.installed
 bench-buffer: setup-dev
 	$(RUN)/python benchmarks/buffer/compare.py
 	$(RUN)/python benchmarks/buffer/long_run.py
+	$(RUN)/python benchmarks/buffer/ready.py
 
 bench-learner: setup
 	$(RUN)/python benchmarks/learner/step.py

@@ -14,12 +14,12 @@ SAMPLES = 8
 BYTES_PER_TOKEN = 14
 
 
-def build(ordinal: int, row: int, size: int) -> Group:
+def build(ordinal: int, row: int, size: int, version: int = 0) -> Group:
     """8 samples; each token has a log-probability of its own."""
     length = size // SAMPLES // BYTES_PER_TOKEN
     tokens = tuple((ordinal + 17 * place) % 32000 for place in range(length))
     logprobs = tuple(-1 / (place + 3) for place in range(length))
-    segment = Segment(tokens, (True,) * length, logprobs, (0,) * length)
+    segment = Segment(tokens, (True,) * length, logprobs, (version,) * length)
     return Group(ordinal, row, tuple(Sample((segment,), "stop", "", float(index)) for index in range(SAMPLES)))
 
 

@@ -12,7 +12,6 @@ import resource
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +20,6 @@ from groups import build
 from miles.buffer.ledger import Ledger
 from miles.buffer.settings import LedgerSettings
 from miles.buffer.stream import PromptStream
-from miles.types import Group
 
 GROUPS, STEPS, SIZE = 100, 20, 2000
 ROWS = 1000
@@ -62,24 +60,13 @@ def step(ledger: Ledger, times: dict[str, list[float]]) -> None:
     leases = ledger.lease(GROUPS, "bench", 600.0)
     leased = time.perf_counter()
     for lease in leases:
-        group = build(lease.ordinal, ledger.stream.at(lease.ordinal).row, SIZE)
-        ledger.put(lease, _of_version(group, lease.min_version))
+        ledger.put(lease, build(lease.ordinal, ledger.stream.at(lease.ordinal).row, SIZE, lease.min_version))
     done = time.perf_counter()
     ledger.create(version)
     ledger.advance(version + 1)
     times["lease"].append(leased - begin)
     times["put"].append(done - leased)
     times["take"].append(time.perf_counter() - done)
-
-
-def _of_version(group: Group, version: int) -> Group:
-    samples = [
-        replace(
-            sample, segments=tuple(replace(each, versions=(version,) * len(each.versions)) for each in sample.segments)
-        )
-        for sample in group.samples
-    ]
-    return replace(group, samples=tuple(samples))
 
 
 def main(parent: str = ".", ordinals: str = "1000000") -> None:
