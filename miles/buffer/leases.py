@@ -62,8 +62,9 @@ class Leases:
 
     def open_prompts(self) -> Sequence[Row]:
         """Issued ordinals that are neither dropped nor in a manifest, in order."""
+        # "+": sorted after it is found by state; in the order of the key SQLite would walk over the whole history.
         return self.store.all(
-            f"SELECT ordinal, row, state FROM prompt WHERE run = ? AND state IN {OPEN} ORDER BY ordinal"
+            f"SELECT ordinal, row, state FROM prompt WHERE run = ? AND state IN {OPEN} ORDER BY +ordinal"
         )
 
     def room(self) -> int:
