@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from math import isqrt
 
 from miles.config.names import is_hub_id, is_local
-from miles.config.schema import Recipe
+from miles.config.schema import Recipe, Resources
 
 ADAPTER_LEARNING_RATE = 3e-5
 """Below it adapters hardly move; measured on the quickstart, where 1e-5 stayed at a reward of 0.03 and 2e-4 reached 0.98."""
 RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+HOST_PORT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}")
 URL = re.compile(r"https?://[^/@\s,]+/?(\s*,\s*https?://[^/@\s,]+/?)*")
 PASSWORD = re.compile(r"\w+://[^/@]*:[^/@]+@")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -308,9 +309,28 @@ def _processes(recipe: Recipe) -> Iterator[str]:
         )
 
 
+RESOURCE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*=(\d+|0?\.\d+)")
+
+
+def _ray(recipe: Recipe) -> Iterator[str]:
+    run = recipe.run
+    if run.ray_address is not None and not HOST_PORT.fullmatch(run.ray_address):
+        yield (
+            f"run.ray_address = {run.ray_address!r} must look like HOST:PORT, the address that `ray start --head` prints: the command "
+            "is given on a node of the cluster, so that neither ray:// nor auto is needed."
+        )
+    for role in Resources.model_fields:
+        for text in getattr(run.resources, role):
+            if not RESOURCE.fullmatch(text):
+                yield (
+                    f"run.resources.{role} holds {text!r}: write NAME=AMOUNT, such as CPU=4, GPU=1 or big=0.5: a whole number, or a "
+                    "part of one."
+                )
+
+
 PROBLEM_RULES: tuple[Callable[[Recipe], Iterable[str]], ...] = (
     _required, _length, _minibatches, _rewards, _overlong, _sampling, _remote_code, _evaluation, _rows, _buffer,
-    _adapters, _ranks, _servers, _processes,
+    _adapters, _ranks, _servers, _processes, _ray,
 )  # fmt: skip
 
 
@@ -377,6 +397,9 @@ def _unused_buffer(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "run.collectors", 'run.launcher is "local", so this process collects'
     if recipe.run.launcher == "local":
         yield "run.restarts_per_minute", 'run.launcher is "local"'
+    if recipe.run.launcher != "ray":
+        keys = ("ray_address", *(f"resources.{role}" for role in Resources.model_fields))
+        yield from ((f"run.{key}", f'run.launcher is "{recipe.run.launcher}"') for key in keys)
     if recipe.buffer.url is None:
         yield from ((f"buffer.{name}", "buffer.url is not set") for name in ("token_file", "ca_file"))
     else:

@@ -314,9 +314,21 @@ class Publish(Section):
     """Compare each server's log-probabilities with the learner's after each publish; one that differs does not serve."""
 
 
+class Resources(Section):
+    learner: tuple[str, ...] = ()
+    """Of each rank of the learner, as `NAME=AMOUNT`: CPU, GPU, or a resource that a cluster's nodes were given (`ray start --resources`). What is left out: CPU=1, and GPU=1 where the role computes on one."""
+    collector: tuple[str, ...] = ()
+    """Of each collector, in the same way."""
+    buffer: tuple[str, ...] = ()
+    """Of the buffer's service, in the same way, where it is not to stand on the machine that gives the command, which asks for nothing."""
+
+
 class Run(Section):
-    launcher: Literal["local", "processes"] = "local"
-    """Who starts the roles: `local` runs all of them in this process, `processes` starts buffer, collectors and learner as processes of this machine."""
+    launcher: Literal["local", "processes", "ray"] = "local"
+    """Who starts the roles: `local` runs all of them in this process, `processes` starts buffer, collectors and learner as processes of this machine, `ray` on the nodes of a Ray cluster (extra `ray`)."""
+    ray_address: str | None = None
+    """HOST:PORT of the Ray cluster that `run.launcher` = ray starts the roles on. None: a Ray of this machine's own, for this run."""
+    resources: Resources = Resources()
     parts: str | None = None
     """`path/to/file.py:NAME` of an engine and a learner of one's own (`miles/run/own.py`), with `run.launcher` = processes or by hand. None: Miles's."""
     collectors: PositiveInt = 1
@@ -340,7 +352,7 @@ class Run(Section):
     restarts: NonNegativeInt = 0
     """Times that the learner, with all of its ranks, starts again from the newest checkpoint after one of them has died."""
     restarts_per_minute: PositiveInt = 5
-    """Times in one minute that a collector, or the buffer's service, is started again after it has died; more end the run. With `run.launcher` = processes."""
+    """Times in one minute that a collector, or the buffer's service, is started again after it has died; more end the run."""
     max_skipped_updates: PositiveInt = 3
     """Non-finite updates in a row before training is aborted, with a checkpoint."""
 

@@ -8,19 +8,39 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
+from miles.buffer.serve import TOKEN_VARIABLE
 from miles.config.schema import Recipe
 from miles.config.toml import dump_toml
 from miles.errors import RoleFailed
 from miles.run.meeting import BUFFER, WEIGHTS
 from miles.run.rundir import CONFIG_FILE
-from miles.run.starting import Ended, LocalStarter, Role
+from miles.run.starting import Ended, LocalStarter, Role, Starter
 from miles.run.supervisor import Cast, Supervisor, how
 
 SHOWN = 30
 """Log lines of a role that failed, in the message."""
 PUBLISHED = "published"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the buffer's service listens. `token`: what the roles show it; any other address than loopback needs one."""
+
+    host: str
+    port: int
+    token: str | None = None
+
+    @property
+    def place(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {} if self.token is None else {TOKEN_VARIABLE: self.token}
 
 
 def train_in_processes(recipe: Recipe, run_dir: Path, resume: bool, say: Callable[[str], None]) -> int:
@@ -31,34 +51,43 @@ def train_in_processes(recipe: Recipe, run_dir: Path, resume: bool, say: Callabl
         with tempfile.TemporaryDirectory(prefix="miles-recipe-") as folder:
             resolved = Path(folder) / CONFIG_FILE
             resolved.write_text(dump_toml(recipe), encoding="utf-8")
-            cast = cast_of(recipe, resolved, run_dir, resume, _free_port())
-            supervisor = Supervisor(cast, starter, recipe.run.restarts, recipe.run.restarts_per_minute, say)
-            outcome = supervisor.run(lambda: (run_dir / CONFIG_FILE).exists())
+            cast = cast_of(recipe, str(resolved), run_dir, resume, Site("127.0.0.1", _free_port()))
+            return run_cast(cast, starter, recipe, run_dir, say)
     finally:
         starter.close()
+
+
+def run_cast(cast: Cast, starter: Starter, recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> int:
+    """Supervise the roles of a run to its end; the exit code. Raises RoleFailed."""
+    supervisor = Supervisor(cast, starter, recipe.run.restarts, recipe.run.restarts_per_minute, say)
+    try:
+        outcome = supervisor.run(lambda: (run_dir / CONFIG_FILE).exists())
+    finally:
         shutil.rmtree(run_dir / PUBLISHED, ignore_errors=True)
     if outcome.cause is not None:
         raise _failed(outcome.cause, outcome.code, run_dir)
     return outcome.code
 
 
-def cast_of(recipe: Recipe, resolved: Path, run_dir: Path, resume: bool, port: int) -> Cast:
-    """The roles of a run, which meet at this port of the loopback device and in the run's folder."""
-    meeting = {BUFFER: f"http://127.0.0.1:{port}", WEIGHTS: str(run_dir / PUBLISHED)}
+def cast_of(recipe: Recipe, resolved: str, run_dir: Path, resume: bool, site: Site) -> Cast:
+    """The roles of a run, which meet at this site and in the run's folder. `resolved`: the recipe's file."""
+    meeting = {BUFFER: f"http://{site.place}", WEIGHTS: str(run_dir / PUBLISHED), **site.environ}
     command = [sys.executable, "-m", "miles"]
     buffer = [
-        "buffer", "--single", "--dir", str(run_dir), "--listen", f"127.0.0.1:{port}",
+        "buffer", "--single", "--dir", str(run_dir), "--listen", site.place,
         "--ledger", recipe.buffer.ledger, "--payloads", recipe.buffer.payloads,
     ]  # fmt: skip
+    if not ip_address(site.host).is_loopback:
+        buffer.append("--insecure")
     names = [f"collector-{number}" for number in range(recipe.run.collectors)]
-    learn = [*command, "learn", str(resolved), "--run", str(run_dir)]
+    learn = [*command, "learn", resolved, "--run", str(run_dir)]
 
     def learner(resume: bool) -> Role:
         return Role("learner", [*learn, "--resume"] if resume else learn, meeting, shown=True)
 
     return Cast(
-        Role("buffer", [*command, *buffer]),
-        [Role(name, [*command, "collect", str(resolved), "--worker", name], meeting) for name in names],
+        Role("buffer", [*command, *buffer], site.environ),
+        [Role(name, [*command, "collect", resolved, "--worker", name], meeting) for name in names],
         learner(resume),
         lambda: learner((run_dir / CONFIG_FILE).exists()),
     )

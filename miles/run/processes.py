@@ -126,8 +126,7 @@ class RankProcesses:
         variables = {name: str(value) for name, value in places.items()}
         if self._machines.count == 1:
             # Ranks of one machine meet in a file and talk over the loopback device: nothing is open to others.
-            loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-            variables |= {STORE: str(store), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+            variables |= {STORE: str(store), **only_loopback()}
         return variables
 
     def _outcome(self, ended: Sequence[Ended]) -> Outcome:
@@ -138,7 +137,7 @@ class RankProcesses:
         failed = [end for end in ended if end.code]
         if not failed:
             return Outcome(0, None)
-        cause = min(failed, key=_blame)
+        cause = min(failed, key=blame)
         return Outcome(cause.code, cause)
 
     def _kill(self) -> None:
@@ -174,7 +173,13 @@ class RankProcesses:
                 signal.signal(signum, handler)
 
 
-def _blame(end: Ended) -> tuple[int, int]:
+def only_loopback() -> dict[str, str]:
+    """Variables that keep what ranks say to each other on their machine."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+
+
+def blame(end: Ended) -> tuple[int, int]:
     """Which failure is the cause: bad input and aborts, which say why; then deaths; last, what may follow from another's."""
     if end.code in (2, 3):
         return 0, end.rank

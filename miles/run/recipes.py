@@ -18,6 +18,7 @@ from miles.config.schema import Recipe
 from miles.env.verifiers import LIBRARY
 from miles.errors import BadInput, ConfigError
 from miles.observe.sinks import missing_trackers
+from miles.run.cluster import missing_launcher
 from miles.run.inputs import read_data
 from miles.run.place import Machines
 
@@ -66,7 +67,7 @@ def inspect(
     headers = read_headers(loaded.recipe, given, LIBRARY, scorer=row is not None and row.scorer)
     form = "prompts" if row is None else row.data
     objections = headers.problems + read_data(loaded.recipe, headers.facts, given, form)
-    objections += missing_trackers(loaded.recipe.log)
+    objections += [*missing_trackers(loaded.recipe.log), *missing_launcher(loaded.recipe)]
     if row is not None:
         objections += algo.problems(row, loaded.recipe)
     problems = loaded.problems + [placed(text, loaded.origins) for text in without(loaded.refused, objections)]

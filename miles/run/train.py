@@ -96,6 +96,11 @@ def start_run(
         from miles.run.launch import train_in_processes
 
         return TrainedRun(target, train_in_processes(recipe, target, resume, view.message))
+    if collects and recipe.run.launcher == "ray":
+        _check_sendable(recipe, rows, reward)
+        from miles.run.cluster import train_on_ray
+
+        return TrainedRun(target, train_on_ray(recipe, target, resume, view.message))
     if meeting is not None and recipe.run.parts is not None:
         from miles.run.ownlearn import learn_own
 

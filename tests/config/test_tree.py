@@ -26,7 +26,7 @@ def test_every_key_has_a_description_and_words_for_what_it_expects() -> None:
         ("rollout.stop", "a list of texts"),
         ("reward.weights", "a list of numbers"),
         ("run.device", 'one of "auto", "cpu", "cuda"'),
-        ("run.launcher", 'one of "local", "processes"'),
+        ("run.launcher", 'one of "local", "processes", "ray"'),
         ("learner.gradient_checkpointing", 'true or false or "selective"'),
         ("data.system_prompt", 'a text, or "none"'),
         ("eval.greedy", "true or false"),
