@@ -26,6 +26,9 @@ PATIENCE_S = 60.0
 """For the cluster to have room for a role when the run begins."""
 REACH_S = 10.0
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ONLY_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Set to 0, on Linux too: Ray stays on the loopback device; otherwise it would take 127.0.0.1 for the machine's other address."""
 RECIPE_WORD = "the recipe"
 """Stands on the command lines for a file that each node writes for itself."""
 
@@ -66,6 +69,8 @@ def prepare(environ: MutableMapping[str, str], address: str | None, say: Callabl
     They stay for the life of this process, as what Ray has read of them does.
     """
     environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if address is None or _host(address) in LOOPBACK:
+        environ[ONLY_LOOPBACK] = "0"
     if address is None:
         environ[MODE] = "token"
         if TOKEN not in environ and TOKEN_FILE not in environ:
@@ -111,12 +116,16 @@ def _sum_of_cpus(recipe: Recipe) -> float:
     return sum(asks[role].get("CPU", 0) * count for role, count in counts.items())
 
 
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
 def _reach(address: str) -> None:
     """Raises BadInput where nobody listens: Ray itself would wait long, and say little."""
-    host, _, port = address.rpartition(":")
+    port = int(address.rpartition(":")[2])
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
-    except OSError as error:
+        socket.create_connection((_host(address), port), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:
         raise BadInput(
             f"run.ray_address = {address} cannot be reached: {error}. Give HOST:PORT of a running cluster's head (ray start --head "
             "prints it), or leave it out for a Ray of this machine's own"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0"}
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 from ray.cluster_utils import Cluster
 
