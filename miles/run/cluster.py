@@ -9,6 +9,7 @@ import importlib.util
 import math
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -19,14 +20,14 @@ from pathlib import Path
 from miles.config.schema import Recipe
 from miles.config.toml import dump_toml
 from miles.errors import BadInput
-from miles.run.launch import Site, cast_of, run_cast
+from miles.run.launch import PUBLISHED, Site, cast_of, run_cast
 from miles.run.place import world_size
+from miles.web.listen import is_loopback
 
 PATIENCE_S = 60.0
 """For the cluster to have room for a role when the run begins."""
 REACH_S = 10.0
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ONLY_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0, on Linux too: Ray stays on the loopback device; otherwise it would take 127.0.0.1 for the machine's other address."""
 RECIPE_WORD = "the recipe"
@@ -49,18 +50,28 @@ def train_on_ray(
     from miles.run import ray as cluster  # after its settings
 
     cpus = max(os.cpu_count() or 1, math.ceil(_sum_of_cpus(recipe)))
-    with cluster.joined(address, cpus) as here, _seen_from(run_dir.parent) as marker:
+    shared = recipe.publish.directory
+    weights = Path(shared).absolute() / f"run-{secrets.token_hex(4)}" if shared else run_dir / PUBLISHED
+    with (
+        cluster.joined(address, cpus) as here,
+        _seen(run_dir.parent) as run_mark,
+        _seen(weights.parent) as weights_mark,
+    ):
         plan = cluster.Plan(
             asks=asks_of(recipe, cluster.has_gpus()),
             near={"learner": (here, True)} | ({} if recipe.run.resources.buffer else {"buffer": (here, False)}),
-            ranks=world_size(recipe), patience=patience, folder=os.getcwd(), paths=[str(marker)],
-            recipe_word=RECIPE_WORD, recipe=dump_toml(recipe), logs=run_dir / "logs",
+            ranks=world_size(recipe), patience=patience, folder=os.getcwd(),
+            marks={"learner": (run_mark, weights_mark), "buffer": (run_mark,), "collector": (weights_mark,)},
+            recipe_word=RECIPE_WORD, recipe=dump_toml(_met_at_ours(recipe)), logs=run_dir / "logs",
         )  # fmt: skip
         stands = cluster.find_node(plan, "buffer")
         plan = replace(plan, near={**plan.near, "buffer": (stands.node, False)})
-        site = Site(stands.ip, stands.port, secrets.token_hex(32))
+        site = Site(stands.ip, stands.port, weights, secrets.token_hex(32))
         cast = cast_of(recipe, RECIPE_WORD, run_dir, resume, site)
-        return run_cast(cast, cluster.RayStarter(plan, say), recipe, run_dir, say)
+        try:
+            return run_cast(cast, cluster.RayStarter(plan, say), recipe, run_dir, say)
+        finally:
+            shutil.rmtree(weights, ignore_errors=True)
 
 
 def prepare(environ: MutableMapping[str, str], address: str | None, say: Callable[[str], None]) -> None:
@@ -69,7 +80,7 @@ def prepare(environ: MutableMapping[str, str], address: str | None, say: Callabl
     They stay for the life of this process, as what Ray has read of them does.
     """
     environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if address is None or _host(address) in LOOPBACK:
+    if address is None or is_loopback(_host(address)):
         environ[ONLY_LOOPBACK] = "0"
     if address is None:
         environ[MODE] = "token"
@@ -104,6 +115,11 @@ def asks_of(recipe: Recipe, gpus: bool) -> dict[str, dict[str, float]]:
     }
 
 
+def _met_at_ours(recipe: Recipe) -> Recipe:
+    """Without what is for the service of somebody else: the token of ours is in the roles' environment."""
+    return recipe.model_copy(update={"buffer": recipe.buffer.model_copy(update={"token_file": None, "ca_file": None})})
+
+
 def _amounts(texts: Sequence[str]) -> dict[str, float]:
     """Of `NAME=AMOUNT`, which the rules of the recipe have looked at."""
     return {name: float(amount) for name, _, amount in (text.partition("=") for text in texts)}
@@ -133,11 +149,13 @@ def _reach(address: str) -> None:
 
 
 @contextmanager
-def _seen_from(folder: Path) -> Iterator[Path]:
-    """A file by which nodes see whether the folder is theirs too."""
+def _seen(folder: Path) -> Iterator[Path]:
+    """A file by which nodes see whether they have this folder too; the first of its parents that exists stands for it."""
+    while not folder.exists():
+        folder = folder.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix=".miles-seen-", dir=folder) as marker:
-            yield Path(marker.name)
+        marker = tempfile.NamedTemporaryFile(prefix=".miles-seen-", dir=folder)
     except OSError as error:
-        raise BadInput(f"--run: {folder} cannot be written to: {error}; name another folder") from error
+        raise BadInput(f"{folder} cannot be written to: {error}; name another folder for the run") from error
+    with marker:
+        yield Path(marker.name)

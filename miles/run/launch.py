@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 
 from miles.buffer.serve import TOKEN_VARIABLE
@@ -20,6 +19,7 @@ from miles.run.meeting import BUFFER, WEIGHTS
 from miles.run.rundir import CONFIG_FILE
 from miles.run.starting import Ended, LocalStarter, Role, Starter
 from miles.run.supervisor import Cast, Supervisor, how
+from miles.web.listen import is_loopback
 
 SHOWN = 30
 """Log lines of a role that failed, in the message."""
@@ -28,10 +28,14 @@ PUBLISHED = "published"
 
 @dataclass(frozen=True)
 class Site:
-    """Where the buffer's service listens. `token`: what the roles show it; any other address than loopback needs one."""
+    """Where the roles meet: the buffer's service, and the folder that weights are published in.
+
+    `token`: what the roles show the service; any other address than loopback needs one.
+    """
 
     host: str
     port: int
+    weights: Path
     token: str | None = None
 
     @property
@@ -51,33 +55,32 @@ def train_in_processes(recipe: Recipe, run_dir: Path, resume: bool, say: Callabl
         with tempfile.TemporaryDirectory(prefix="miles-recipe-") as folder:
             resolved = Path(folder) / CONFIG_FILE
             resolved.write_text(dump_toml(recipe), encoding="utf-8")
-            cast = cast_of(recipe, str(resolved), run_dir, resume, Site("127.0.0.1", _free_port()))
+            site = Site("127.0.0.1", _free_port(), run_dir / PUBLISHED)
+            cast = cast_of(recipe, str(resolved), run_dir, resume, site)
             return run_cast(cast, starter, recipe, run_dir, say)
     finally:
         starter.close()
+        shutil.rmtree(run_dir / PUBLISHED, ignore_errors=True)
 
 
 def run_cast(cast: Cast, starter: Starter, recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> int:
     """Supervise the roles of a run to its end; the exit code. Raises RoleFailed."""
     supervisor = Supervisor(cast, starter, recipe.run.restarts, recipe.run.restarts_per_minute, say)
-    try:
-        outcome = supervisor.run(lambda: (run_dir / CONFIG_FILE).exists())
-    finally:
-        shutil.rmtree(run_dir / PUBLISHED, ignore_errors=True)
+    outcome = supervisor.run(lambda: (run_dir / CONFIG_FILE).exists())
     if outcome.cause is not None:
         raise _failed(outcome.cause, outcome.code, run_dir)
     return outcome.code
 
 
 def cast_of(recipe: Recipe, resolved: str, run_dir: Path, resume: bool, site: Site) -> Cast:
-    """The roles of a run, which meet at this site and in the run's folder. `resolved`: the recipe's file."""
-    meeting = {BUFFER: f"http://{site.place}", WEIGHTS: str(run_dir / PUBLISHED), **site.environ}
+    """The roles of a run, which meet at this site. `resolved`: the recipe's file."""
+    meeting = {BUFFER: f"http://{site.place}", WEIGHTS: str(site.weights), **site.environ}
     command = [sys.executable, "-m", "miles"]
     buffer = [
         "buffer", "--single", "--dir", str(run_dir), "--listen", site.place,
         "--ledger", recipe.buffer.ledger, "--payloads", recipe.buffer.payloads,
     ]  # fmt: skip
-    if not ip_address(site.host).is_loopback:
+    if not is_loopback(site.host):
         buffer.append("--insecure")
     names = [f"collector-{number}" for number in range(recipe.run.collectors)]
     learn = [*command, "learn", resolved, "--run", str(run_dir)]

@@ -68,7 +68,7 @@ class Plan:
     ranks: int  # of the learner
     patience: float  # seconds for the cluster to have room for a role
     folder: str  # that processes are started in
-    paths: Sequence[str]  # what every node must see
+    marks: Mapping[str, Sequence[Path]]  # role -> files in the folders that it shares with the node of the driver
     recipe_word: str
     recipe: str
     logs: Path
@@ -231,13 +231,15 @@ class RoleActors:
 
     def _look_around(self, standings: Sequence[Standing]) -> None:
         """Raises BadInput where a node does not see the folders that the roles share."""
+        marks = [str(mark) for mark in self._plan.marks[kind_of(self._role.name)]]
         for seat, standing in zip(self._seats, standings, strict=True):
-            if missing := ray.get(seat.lacks.remote([self._plan.folder, *self._plan.paths])):
-                place = Path(missing[0]).parent if missing[0] in self._plan.paths else missing[0]
+            if missing := ray.get(seat.lacks.remote([self._plan.folder, *marks])):
+                place = Path(missing[0]).parent if missing[0] in marks else missing[0]
                 raise BadInput(
                     f"the node {standing.ip}, where Ray has placed {self._role.name}, does not see the folder {place} of the machine "
-                    "that gave the command: --run and the folder that the command is given in must be on a disk that all nodes "
-                    "share, at the same path; or keep the roles on one node (run.resources)"
+                    "that gave the command. Learner and buffer need the run's folder, collectors the one for weights "
+                    "(publish.directory, else in the run's folder), and all of them the folder that the command is given in: on a "
+                    "disk that their nodes share, at the same path"
                 )
 
     def _until_ended(self, standings: Sequence[Standing]) -> list[RankEnded]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,8 +50,9 @@ class Seat:
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: queue.Queue[Line | int] = queue.Queue(MOST_WAITING)
         self._lifeline, self._held = os.pipe()
-        self._folder = tempfile.TemporaryDirectory(prefix="miles-recipe-")
-        self.folder = self._folder.name
+        self.folder = str(
+            Path(tempfile.gettempdir()) / f"miles-seat-{secrets.token_hex(8)}"
+        )  # there while a process runs
         self._lock = threading.Lock()
         self._early: int | None = None  # a signal that came before the process
 
@@ -58,6 +61,7 @@ class Seat:
         return [path for path in paths if not Path(path).exists()]
 
     def start(self, order: Order) -> None:
+        os.mkdir(self.folder, 0o700)
         recipe = Path(self.folder) / "recipe.toml"
         recipe.write_text(order.recipe, encoding="utf-8")
         words = [str(recipe) if word == order.recipe_word else word for word in order.command[1:]]
@@ -106,7 +110,7 @@ class Seat:
             os.killpg(process.pid, signal.SIGKILL)
         for thread in reading:
             thread.join(GRACE_S)
-        self._folder.cleanup()
+        shutil.rmtree(self.folder, ignore_errors=True)
         self._lines.put(code)
 
     def _read(self, stream: IO[bytes], for_terminal: bool) -> None:
