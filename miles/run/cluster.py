@@ -154,8 +154,11 @@ def _seen(folder: Path) -> Iterator[Path]:
     while not folder.exists():
         folder = folder.parent
     try:
-        marker = tempfile.NamedTemporaryFile(prefix=".miles-seen-", dir=folder)
+        descriptor, name = tempfile.mkstemp(prefix=".miles-seen-", dir=folder)
     except OSError as error:
         raise BadInput(f"{folder} cannot be written to: {error}; name another folder for the run") from error
-    with marker:
-        yield Path(marker.name)
+    os.close(descriptor)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
