@@ -19,7 +19,7 @@ from miles.learn.adapters import attach, layers_of
 from miles.learn.critic import load_weights
 from miles.learn.load import load_model
 from miles.learn.optim import matching
-from miles.publish.files import WeightFiles
+from miles.publish.versions import versions
 from miles.run.prepare import Inputs
 
 log = logging.getLogger(__name__)
@@ -33,15 +33,16 @@ class CopiedWeights:
 
     def __init__(self, model: PreTrainedModel, folder: Path, adapter: bool) -> None:
         self._model, self._adapter = model, adapter
-        self._files = WeightFiles(folder, torch.float32)
+        self._folder = folder
 
     def newest(self) -> int | None:
-        return self._files.newest()
+        """None also where the learner has not made the folder: it may be inside of a run's folder, which only the learner makes."""
+        return max(versions(self._folder), default=None) if self._folder.is_dir() else None
 
     def load(self, version: int) -> bool:
         """Raises EngineError for files that are not this model's."""
         name = f"policy-v{version}"
-        path = self._files.folder / (f"{name}/adapter_model.safetensors" if self._adapter else f"{name}.safetensors")
+        path = self._folder / (f"{name}/adapter_model.safetensors" if self._adapter else f"{name}.safetensors")
         try:
             tensors = load_file(path)
             if self._adapter:
