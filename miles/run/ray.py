@@ -161,6 +161,8 @@ class RoleActors:
             return Ended(self._role, 2, (f"miles: {refused}",))
         except RayError as error:
             return Ended(self._role, -(self._asked or signal.SIGKILL), (f"Ray: {in_words(error)}",))
+        except Exception as error:  # whoever supervises waits for this end
+            return Ended(self._role, 1, (f"Ray: {in_words(error)}",))
         finally:
             self.kill()
 
@@ -195,10 +197,13 @@ class RoleActors:
             node, soft = self._plan.near[self._role.name]
             strategies = [NodeAffinitySchedulingStrategy(node, soft=soft)]
         actor = ray.remote(Actor)
-        self._seats = [
-            actor.options(max_concurrency=SIDE_BY_SIDE, scheduling_strategy=strategy, **options).remote()
-            for strategy in strategies
-        ]
+        try:
+            self._seats = [
+                actor.options(max_concurrency=SIDE_BY_SIDE, scheduling_strategy=strategy, **options).remote()
+                for strategy in strategies
+            ]
+        except ValueError as error:  # Ray knows amounts that some resources cannot be asked for in
+            raise BadInput(f"run.resources.{kind_of(self._role.name)}: {in_words(error)}") from error
         found = [self._wait(seat.standing.remote()) for seat in self._seats]
         order = sorted(range(self._size), key=lambda index: found[index].node)
         self._seats = [self._seats[index] for index in order]

@@ -145,12 +145,12 @@ def test_without_the_token_nobody_joins(runs, cluster):
 def test_what_no_node_has_is_said(runs, cluster):
     program = (
         "import os, sys\nfrom pathlib import Path\nfrom miles.run import cluster, recipes\n"
-        "recipe = recipes.resolve([Path(sys.argv[1])], {'run.launcher': 'ray', 'run.resources.collector': ['TPU=3']}, os.environ)\n"
-        "cluster.train_on_ray(recipe, Path(sys.argv[2]), False, print, patience=3)\n"
+        "recipe = recipes.resolve([Path(sys.argv[1])], {'run.launcher': 'ray', 'run.resources.collector': ['huge=3']}, os.environ)\n"
+        "cluster.train_on_ray(recipe, Path(sys.argv[2]), False, print, patience=20)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(runs.recipe), str(runs["run"])], env={**os.environ, **cluster},
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
-    assert "collector-0 asks for CPU=1 TPU=3 (run.resources.collector)" in done.stderr
+    assert "collector-0 asks for CPU=1 huge=3 (run.resources.collector)" in done.stderr
     assert "learn=2" in done.stderr
