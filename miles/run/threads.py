@@ -12,7 +12,7 @@ def prepare_process(environ: MutableMapping[str, str] = os.environ) -> None:
     """Sets what torch and its libraries read once, unless the user has.
 
     Large tensors get large pages: the system hands each of them out anew, page by page, and a 135M model's step on two
-    cores spent a sixth of its time on that (1.13 to 1.24 times as fast, 5 % more memory; Linux only).
+    cores spent part of its time on that (1.05 to 1.25 times as fast, 5 % more memory; Linux only).
     """
     spin_briefly(environ)
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
