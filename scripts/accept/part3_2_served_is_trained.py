@@ -33,7 +33,7 @@ from miles.run.recipes import inspect
 from miles.run.vllm import DTYPES, canary_ids
 
 MODEL = "smollm2-135m-instruct-q4"
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 1e-3
 SETTINGS = {
     "data.source": "task:addition", "data.system_prompt": "You answer with a single number.", "algorithm.name": "grpo",
     "algorithm.steps": 4, "rollout.max_new_tokens": 8, "rollout.group_size": 4, "algorithm.groups_per_step": 2,
