@@ -33,6 +33,8 @@ MOST_KEPT_BYTES = 64 << 10
 MOST_DETAIL = 2000
 DEAD = "dead"
 OPEN = "('pending', 'leased', 'done')"
+IN_STATES = "run = ? AND ordinal IN (SELECT ordinal FROM prompt WHERE run = ? AND state {})"
+"""Prompts by their state, which the index alone tells: what it costs does not grow with the history of the run."""
 
 
 def checked_name(name: str, what: str) -> str:
@@ -62,10 +64,8 @@ class Leases:
 
     def open_prompts(self) -> Sequence[Row]:
         """Issued ordinals that are neither dropped nor in a manifest, in order."""
-        # "+": sorted after it is found by state; in the order of the key SQLite would walk over the whole history.
-        return self.store.all(
-            f"SELECT ordinal, row, state FROM prompt WHERE run = ? AND state IN {OPEN} ORDER BY +ordinal"
-        )
+        where = IN_STATES.format(f"IN {OPEN}")
+        return self.store.all(f"SELECT ordinal, row, state FROM prompt WHERE {where} ORDER BY ordinal", self.store.run)
 
     def room(self) -> int:
         """Ordinals that may still be issued for the first time."""
@@ -156,8 +156,9 @@ class Leases:
         return leases
 
     def _leased_by(self, call: Call) -> list[Lease]:
+        where = IN_STATES.format("= 'leased'")
         rows = self.store.all(
-            f"SELECT {LEASE} FROM prompt WHERE run = ? AND state = 'leased' AND call = ? ORDER BY ordinal", call.key
+            f"SELECT {LEASE} FROM prompt WHERE {where} AND call = ? ORDER BY ordinal", self.store.run, call.key
         )
         return [Lease(*row) for row in rows]
 
@@ -173,8 +174,10 @@ class Leases:
 
     def expire(self) -> None:
         """Take back leases that ran out; a prompt whose last try ran out is dropped as dead."""
+        where = IN_STATES.format("= 'leased'")
         rows = self.store.all(
-            "SELECT ordinal, attempts, worker FROM prompt WHERE run = ? AND state = 'leased' AND lease_expires < ?",
+            f"SELECT ordinal, attempts, worker FROM prompt WHERE {where} AND lease_expires < ?",
+            self.store.run,
             self.clock(),
         )
         for row in rows:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from miles.buffer import reading
-from miles.buffer.leases import REPEATED, Leases
+from miles.buffer.leases import IN_STATES, REPEATED, Leases
 from miles.buffer.store import decode_summary, encode_summary
 from miles.errors import BufferClosed, ExperienceError, NothingToTrain, PoisonedData
 from miles.types import FinishedGroup
@@ -75,9 +75,10 @@ class Manifests:
                 f"advance({version}): the learner stood at version {state.weight_version} and manifests 0 to "
                 f"{state.next_step - 1} are taken; the next version can only be {state.weight_version + 1}, after its manifest"
             )
+        placed = IN_STATES.format("= 'placed'")
         self._store.db.execute(
-            "UPDATE prompt SET state = 'trained' WHERE run = ? AND state = 'placed' AND step = ?",
-            (self._store.run, version - 1),
+            f"UPDATE prompt SET state = 'trained' WHERE {placed} AND step = ?",
+            (self._store.run, self._store.run, version - 1),
         )
         self._store.set(weight_version=version)
 

@@ -350,6 +350,36 @@ def test_who_collected_what_and_when(open_ledger: Open, make_group: Callable[...
     assert ledger.collected(1) == []
 
 
+def work_of_a_step(ledger: Ledger, fill: Fill, version: int) -> int:
+    """Instructions of SQLite's machine, in hundreds, for a step: lease, put, create, take back, advance."""
+    count = 0
+
+    def one_more() -> int:
+        nonlocal count
+        count += 1
+        return 0
+
+    connection = ledger._store.db._connection
+    connection.set_progress_handler(one_more, 100)
+    fill(ledger)
+    assert ledger.create(version)
+    ledger.advance(version + 1)
+    connection.set_progress_handler(None, 0)
+    return count
+
+
+def test_a_step_costs_the_same_after_a_long_history(open_ledger: Open, fill: Fill) -> None:
+    ledger = open_ledger(8, num_rows=50)
+    trained(ledger, fill, 4)
+    short = work_of_a_step(ledger, fill, 4)
+    state = ledger._store.state()
+    past = ((-number, 0) for number in range(1, 50_000))  # as if as many more had been trained before
+    ledger._store.db.executemany(
+        "INSERT INTO prompt (run, ordinal, row, state, attempts, step) VALUES ('local', ?, 0, 'trained', 1, ?)", past
+    )
+    assert work_of_a_step(ledger, fill, state.weight_version) <= 1.2 * short
+
+
 def test_an_altered_payload_is_found(open_ledger: Open, fill: Fill) -> None:
     ledger = open_ledger()
     trained(ledger, fill, 2)
