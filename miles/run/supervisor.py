@@ -75,6 +75,7 @@ class Supervisor:
         self._limits = {role.name: Limit(per_minute) for role in (cast.buffer, *cast.collectors)}
         self._per_minute = per_minute
         self._live: dict[str, Handle] = {}
+        self._began: dict[str, int] = {}  # starts of the learner that each role has seen when it was started
         self._events: queue.SimpleQueue[Ended | int] = queue.SimpleQueue()
         self._asked: int | None = None  # the signal that asked the run to stop
 
@@ -111,6 +112,8 @@ class Supervisor:
         if end.role.name == self._cast.learner.name:
             return self._learner_ended(end)
         if end.role in self._cast.collectors and (end.code == 0 or self._asked is not None):
+            if self._asked is None and self._began[end.role.name] < self._learners:
+                self._start(end.role)  # it found the run of an earlier learner to be over
             return None
         if end.code in UNHEARD:
             return Outcome(end.code, end)
@@ -180,7 +183,13 @@ class Supervisor:
             self._live.pop(event.role.name, None)
         return event
 
+    @property
+    def _learners(self) -> int:
+        """Starts of the learner so far."""
+        return 1 + self._restarts - self._left
+
     def _start(self, role: Role) -> None:
+        self._began[role.name] = self._learners
         self._live[role.name] = self._starter.start(role, self._events.put)
 
     def _hand_on(self, signum: int) -> None:

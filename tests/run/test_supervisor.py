@@ -110,6 +110,14 @@ def test_the_learner_starts_again_and_so_does_a_collector_that_found_the_run_ove
     ]
 
 
+def test_a_collector_that_ends_after_the_learner_has_started_again_starts_too(stage):
+    first = "while not os.path.exists('c'): time.sleep(0.01)\nos.kill(os.getpid(), signal.SIGKILL)"
+    second = "open('again', 'w')\nwhile len(open('c').read()) < 2: time.sleep(0.01)"
+    slow = "times('c')\nwhile not os.path.exists('again'): time.sleep(0.01)\ntime.sleep(0.1)"
+    assert stage.run(first, collector=slow, restarts=1, again=second) == Outcome(0)
+    assert (stage.folder / "c").read_text() == "xx"
+
+
 def test_a_signal_goes_to_learner_and_collectors_and_the_buffer_ends_last(stage):
     ready = "while not os.path.exists('pid-buffer'): time.sleep(0.01)\nopen('ready', 'w')\ntime.sleep(600)"
 
