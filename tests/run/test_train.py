@@ -33,7 +33,7 @@ def test_the_run_directory_holds_what_it_promises(trained):
     runs, _ = trained
     names = {path.name for path in runs["run"].iterdir()}
     assert names == {
-        "config.toml", "metrics.jsonl", "samples.jsonl", "ledger.sqlite", "ledger.lock", "checkpoints", "final", "best",
+        "config.toml", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "ledger.sqlite", "ledger.lock", "checkpoints", "final", "best",
         "logs", "report.html",
     }  # fmt: skip
     assert sorted(path.name for path in (runs["run"] / "checkpoints").iterdir()) == [
