@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from miles.learn import checkpoint
 from miles.learn.tiny import tiny_model, tiny_tokenizer
@@ -68,28 +65,22 @@ def close(one: dict, other: dict) -> bool:
     return other == given
 
 
-def assert_alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    """Equal but for a few entries: of a gradient that is nothing but rounding, Adam makes a step like any other."""
-    assert one.keys() == other.keys()
-    differences = torch.cat([(tensor - other[name]).abs().flatten() for name, tensor in one.items()])
-    assert differences.mean() < 1e-6
-    assert (differences > 1e-5).float().mean() < 1e-3
-
-
 @pytest.mark.parametrize("weights", [{}, {"lora.rank": 4, "learner.learning_rate": 1e-2}])
 def test_a_model_with_files_is_read_in_parts_and_trains_as_on_one_rank(world, tools, tmp_path, weights):
     runs, train = world
     folder = tmp_path / "model"
     tiny_model("llama", tied=False, seed=4).save_pretrained(folder, max_shard_size="60KB")
     tiny_tokenizer().save_pretrained(folder)
-    changes = {"model.name": str(folder), "algorithm.steps": 2, **weights}
+    # With a smaller eps Adam makes of a gradient that is nothing but rounding a step like any other.
+    changes = {"model.name": str(folder), "algorithm.steps": 2, "learner.eps": 1e-4, **weights}
     name = f"parts-{len(weights)}"
     for ranks in (1, 2):
         assert train(f"{name}-{ranks}", {**changes, "parallel.shard": ranks}).code == 0
     pairs = zip(tools.rows(runs[f"{name}-1"]), tools.rows(runs[f"{name}-2"]), strict=True)
     assert all(close(one, other) for one, other in pairs)
     files = [load_file(next((runs[f"{name}-{ranks}"] / "final").glob("*model.safetensors"))) for ranks in (1, 2)]
-    assert_alike(*files)
+    assert files[0].keys() == files[1].keys()
+    assert all((tensor - files[1][key]).abs().max() < 1e-5 for key, tensor in files[0].items())
 
 
 def test_two_ranks_train_as_one_does_and_leave_one_model(world, tools):
@@ -101,7 +92,8 @@ def test_two_ranks_train_as_one_does_and_leave_one_model(world, tools):
     assert (step / "model-00001-of-00002.safetensors").exists()
     tensors, _ = checkpoint.load(step)
     alone, _ = checkpoint.load(runs["alone"] / "checkpoints" / "step_000004")
-    assert_alike(alone["model"], tensors["model"])
+    for name, tensor in alone["model"].items():
+        assert tensors["model"][name].sub(tensor).abs().max() < 1e-5
     replayed = tools.command("replay", str(runs["whole"]))
     assert replayed.code == 2
     assert "trained on 2 ranks (parallel.shard = 2 x parallel.replicate = 1)" in replayed.message
